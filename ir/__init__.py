@@ -1,0 +1,1 @@
+"""The graph IR: types, ops, verifier, printer, parser and reference interpreter."""

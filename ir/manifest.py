@@ -1,0 +1,108 @@
+"""The artifact's table of contents: the one schema that the compiler writes and the runtime reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+READABLE_FORMATS = (1,)
+
+
+class ManifestError(ValueError):
+    """A manifest that is not one: names the field, what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class KVSlot:
+    """One K/V pair of caches: as many as there are attention calls in a step.
+
+    ``window`` is the sliding window in tokens, None when all of the context is attended.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the artifact: size in bytes, lower-case hex SHA-256, and what it is for."""
+
+    size: int
+    sha256: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact is: everything the runtime decides by before it reads a weight.
+
+    ``max_position`` is the model's own bound on prompt plus output, in tokens. ``producer`` maps
+    package names to versions and, like ``source``, does not enter the content id.
+    """
+
+    architecture: str
+    model_type: str
+    target: str
+    dtype: str
+    vocab_size: int
+    max_position: int
+    kv_slots: tuple[KVSlot, ...]
+    files: dict[str, FileEntry]
+    quantization: str | None = None
+    source: str = ""
+    revision: str | None = None
+    producer: dict[str, str] = field(default_factory=dict)
+    required_features: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    @property
+    def artifact_id(self) -> str:
+        """Content id, ``sha256:<hex>``: equal for equal behaviour, on any machine."""
+        body = dataclasses.asdict(self)
+        for outside in ("producer", "source", "revision"):
+            del body[outside]
+        body["files"] = {path: entry.sha256 for path, entry in sorted(self.files.items())}
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        body = {"artifact_id": self.artifact_id, **dataclasses.asdict(self)}
+        return json.dumps(body, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read manifest.json. Raises ManifestError for anything that is not a readable manifest."""
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise ManifestError(f"not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise ManifestError(f"expected an object, got {type(body).__name__}")
+        if body.get("format") not in READABLE_FORMATS:
+            raise ManifestError(
+                f"format {body.get('format')!r} is not one of {list(READABLE_FORMATS)} that this "
+                "version reads; upgrade octavo or compile the model again"
+            )
+        return cls._from_body(body)
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> Manifest:
+        claimed = body.pop("artifact_id", None)
+        try:
+            body["kv_slots"] = tuple(KVSlot(**slot) for slot in body["kv_slots"])
+            body["files"] = {path: FileEntry(**entry) for path, entry in body["files"].items()}
+            body["required_features"] = tuple(body.get("required_features", ()))
+            manifest = cls(**body)
+            actual = manifest.artifact_id
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ManifestError(f"a field is missing, unknown or of a wrong kind: {error}") from None
+        if claimed != actual:
+            raise ManifestError(f"its content id is {actual}, not {claimed} as it says")
+        return manifest

@@ -1,0 +1,30 @@
+"""The one registry of ops. Importing this package declares them all."""
+
+from octavo.ir.ops import (
+    attention,
+    constant,
+    elementwise,
+    linear,
+    norm,
+    paged,
+    rotary,
+    shape,
+)
+from octavo.ir.ops.registry import OpDef, freeze, infer_types, op_def, registered_ops, resolve
+
+__all__ = [
+    "OpDef",
+    "attention",
+    "constant",
+    "elementwise",
+    "freeze",
+    "infer_types",
+    "linear",
+    "norm",
+    "op_def",
+    "paged",
+    "registered_ops",
+    "resolve",
+    "rotary",
+    "shape",
+]
