@@ -1,0 +1,1 @@
+"""From a graph to an artifact directory: schedule, memory plan, rendering, writing."""

@@ -1,0 +1,1 @@
+"""Jinja templates of the kernels and of the program, one file a template."""
