@@ -1,0 +1,151 @@
+"""What the command line reads from an artifact directory, without loading the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import Manifest, ManifestError
+
+_FALLBACK = re.compile(r"= (aten\.[\w.]+)\(")
+_HEADER = re.compile(r"# (op|template|constants): (.*)")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A place that a pass looked at and left alone."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the graph: the import, or the graph after a pass."""
+
+    number: int
+    name: str
+    path: Path
+    num_nodes: int
+    num_rewrites: int
+    missed: tuple[Miss, ...]
+
+    def text(self) -> str:
+        """The stage's IR."""
+        return self.path.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A rendered kernel, as the comment lines at its top describe it."""
+
+    name: str
+    op: str
+    template: str
+    constants: str
+
+
+def require_artifact(directory: Path) -> None:
+    """Refuse what is no artifact before anything slow is imported."""
+    if not directory.exists():
+        raise OctavoError(f"{directory}: no such directory; write one with 'octavo compile'")
+    if not (directory / "manifest.json").is_file():
+        raise OctavoError(
+            f"{directory}: not an artifact, it has no manifest.json; write one with "
+            "'octavo compile'"
+        )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest. Raises OctavoError when it is missing or cannot be read."""
+    require_artifact(directory)
+    path = directory / "manifest.json"
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except (ManifestError, UnicodeDecodeError) as error:
+        raise OctavoError(f"{path}: {error}") from error
+
+
+def read_stages(directory: Path) -> list[Stage]:
+    """The stages listed in ir/index.json, in order."""
+    path = directory / "ir" / "index.json"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return [_stage(path.parent, entry) for entry in entries]
+    except FileNotFoundError:
+        raise OctavoError(f"{path}: missing; compile the model again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OctavoError(f"{path}: damaged ({error}); compile the model again") from error
+
+
+def _stage(folder: Path, entry: dict[str, object]) -> Stage:
+    name = str(entry["file"])
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not a file name")
+    missed = entry["missed"]
+    if not isinstance(missed, list):
+        raise TypeError("'missed' is not a list")
+    return Stage(
+        number=int(str(entry["number"])),
+        name=str(entry["name"]),
+        path=folder / name,
+        num_nodes=int(str(entry["nodes"])),
+        num_rewrites=int(str(entry["rewrites"])),
+        missed=tuple(Miss(miss["where"], miss["reason"]) for miss in missed),
+    )
+
+
+def find_stage(stages: list[Stage], wanted: str) -> Stage:
+    """The stage of that number or pass name. Raises OctavoError when there is not exactly one."""
+    found = [stage for stage in stages if wanted in (str(stage.number), stage.name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        numbers = ", ".join(str(stage.number) for stage in found)
+        raise OctavoError(f"stage {wanted!r} ran several times; give its number, one of {numbers}")
+    known = ", ".join(f"{stage.number} {stage.name}" for stage in stages)
+    raise OctavoError(f"no stage {wanted!r}; there are: {known}")
+
+
+def group_misses(stage: Stage) -> dict[str, list[str]]:
+    """Where a pass passed over something, by reason."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for miss in stage.missed:
+        groups[miss.reason].append(miss.where)
+    return dict(groups)
+
+
+def read_kernels(directory: Path) -> list[Kernel]:
+    """The kernels below kernels/src, by name."""
+    paths = sorted((directory / "kernels" / "src").glob("*.py"))
+    return [_kernel(path) for path in paths if path.name != "__init__.py"]
+
+
+def _kernel(path: Path) -> Kernel:
+    header = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if match := _HEADER.fullmatch(line):
+            header[match[1]] = match[2].strip()
+    return Kernel(
+        path.stem, header.get("op", ""), header.get("template", ""), header.get("constants", "")
+    )
+
+
+def count_fallbacks(stage: Stage) -> Counter[str]:
+    """The ops that PyTorch runs for us because the IR has no meaning of its own for them."""
+    return Counter(_FALLBACK.findall(stage.text()))
+
+
+def bytes_by_role(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """For each role its number of files and their bytes, the largest first."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for entry in manifest.files.values():
+        sizes[entry.role].append(entry.size)
+    ordered = sorted(sizes.items(), key=lambda item: (-sum(item[1]), item[0]))
+    return {role: (len(each), sum(each)) for role, each in ordered}

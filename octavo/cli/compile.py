@@ -1,0 +1,54 @@
+"""``octavo compile``: a model in, an artifact directory out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def compile_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model directory, a GGUF file, a config.json with --random-weights, or a hub id."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The artifact directory to write.")
+    ],
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="What the model computes in; auto suits the target."),
+    ] = "auto",
+    target: Annotated[
+        Literal["auto", "cpu"],
+        typer.Option(help="What kernels are made for; auto looks at this machine."),
+    ] = "auto",
+    random_weights: Annotated[
+        int | None,
+        typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the output directory if it exists.")
+    ] = False,
+) -> None:
+    """Compile a model into an artifact directory."""
+    from octavo.compile import compile_model
+
+    report = compile_model(
+        model,
+        output,
+        dtype=dtype,
+        target=target,
+        random_weights=random_weights,
+        revision=revision,
+        force=force,
+    )
+    print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
+    print(report.artifact_id)
+    print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))

@@ -1,0 +1,160 @@
+"""``octavo inspect``: what an artifact holds, and what each pass did to the graph."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from octavo.cli import artifact
+from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import KVSlot, Manifest
+
+PIPE_WIDTH = 1000
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="An artifact directory.", metavar="DIR")],
+    stage: Annotated[
+        str | None,
+        typer.Option(metavar="STAGE", help="Print the IR of this stage: its number or pass name."),
+    ] = None,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Print what changed from stage A to stage B."),
+    ] = None,
+) -> None:
+    """Show what an artifact holds, or the IR of its stages."""
+    if stage is not None and diff is not None:
+        raise OctavoError("--stage and --diff exclude each other; give one of them")
+    manifest = artifact.read_manifest(directory)
+    stages = artifact.read_stages(directory)
+    if stage is not None:
+        sys.stdout.write(artifact.find_stage(stages, stage).text())
+        return
+    console = _console()
+    if diff is not None:
+        before, after = (artifact.find_stage(stages, wanted) for wanted in diff)
+        _print_diff(console, before, after)
+        return
+    _print_model(console, directory, manifest)
+    _print_sizes(console, manifest)
+    _print_stages(console, stages)
+    _print_kernels(console, artifact.read_kernels(directory))
+    _print_fallbacks(console, stages)
+
+
+def _console() -> Console:
+    """Plain text as it stands, in colour on a terminal and unbroken in a file or a pipe."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def _print_diff(console: Console, before: artifact.Stage, after: artifact.Stage) -> None:
+    lines = difflib.unified_diff(
+        before.text().splitlines(),
+        after.text().splitlines(),
+        before.path.name,
+        after.path.name,
+        lineterm="",
+    )
+    for line in lines:
+        console.print(Text(line, style=_DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+
+
+def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
+    rows = {
+        "artifact": str(directory),
+        "id": manifest.artifact_id,
+        "source": " at ".join(filter(None, (manifest.source, manifest.revision))),
+        "model": f"{manifest.architecture} ({manifest.model_type})",
+        "target": manifest.target,
+        "dtype": manifest.dtype,
+        "quantization": manifest.quantization or "none",
+        "vocabulary": f"{manifest.vocab_size} tokens",
+        "longest context": f"{manifest.max_position} tokens",
+        "KV cache": _describe_slots(manifest.kv_slots),
+        "made with": ", ".join(f"{name} {v}" for name, v in sorted(manifest.producer.items())),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        if value:
+            grid.add_row(Text(name, style="bold"), Text(value))
+    console.print(grid)
+
+
+def _describe_slots(slots: tuple[KVSlot, ...]) -> str:
+    """Slots of one kind counted together: ``30 x 3 heads of 64``."""
+    kinds = dict.fromkeys(slots, 0)
+    for slot in slots:
+        kinds[slot] += 1
+    return ", ".join(f"{count} x {_describe_slot(slot)}" for slot, count in kinds.items())
+
+
+def _describe_slot(slot: KVSlot) -> str:
+    dims = str(slot.head_dim)
+    if slot.v_head_dim != slot.head_dim:
+        dims += f" (values {slot.v_head_dim})"
+    window = "" if slot.window is None else f", window {slot.window}"
+    return f"{slot.num_kv_heads} heads of {dims}{window}"
+
+
+def _print_sizes(console: Console, manifest: Manifest) -> None:
+    table = _table("Files", "role", "files", "bytes")
+    for role, (num_files, num_bytes) in artifact.bytes_by_role(manifest).items():
+        table.add_row(role, str(num_files), f"{num_bytes:,}")
+    console.print(table)
+
+
+def _print_stages(console: Console, stages: list[artifact.Stage]) -> None:
+    table = _table("Passes", "#", "pass", "nodes", "rewrites", "missed")
+    for stage in stages:
+        table.add_row(
+            str(stage.number),
+            stage.name,
+            str(stage.num_nodes),
+            str(stage.num_rewrites),
+            str(len(stage.missed) or ""),
+        )
+    console.print(table)
+    for stage in stages:
+        for reason, places in artifact.group_misses(stage).items():
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            console.print(Text(f"missed by {stage.name}: {places[0]}{more}: {reason}"))
+
+
+def _print_kernels(console: Console, kernels: list[artifact.Kernel]) -> None:
+    if not kernels:
+        return
+    table = _table("Kernels", "kernel", "op", "template", "constants")
+    for kernel in kernels:
+        table.add_row(kernel.name, kernel.op, kernel.template, kernel.constants)
+    console.print(table)
+
+
+def _print_fallbacks(console: Console, stages: list[artifact.Stage]) -> None:
+    fallbacks = artifact.count_fallbacks(stages[-1]) if stages else {}
+    if not fallbacks:
+        console.print("\nNo op is left to PyTorch's ATen.")
+        return
+    table = _table("Ops left to PyTorch", "op", "count")
+    for op, count in sorted(fallbacks.items()):
+        table.add_row(op, str(count))
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A plain table; columns of numbers are set to the right."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.title = Text(f"\n{title}", style="bold")
+    numeric = {"#", "files", "bytes", "nodes", "rewrites", "missed", "count"}
+    for column in columns:
+        table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+    return table
