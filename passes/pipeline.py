@@ -1,0 +1,133 @@
+"""The pipeline: which passes run, in what order, and why each stands where it stands.
+
+This is the page to read first. A model enters as the trace of its Hugging Face source and leaves as
+the step that the targets render.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.ir.errors import VerifyError
+from octavo.ir.graph import Graph
+from octavo.ir.printer import print_graph
+from octavo.ir.verify import verify
+from octavo.passes.base import (
+    Missed,
+    PassContext,
+    PassFunction,
+    Report,
+    count_layers,
+    find_pass,
+    summarize,
+)
+
+PIPELINE: tuple[str, ...] = (
+    # The trace repeats itself (a cast, a mask, a view for each layer): fewer shapes to match later.
+    "clean",
+    # Sequences lie end to end, so the traced batch of one is noise in every shape after it.
+    "drop-batch",
+    # Before positions fold: a table may then take its constants, such as inv_freq, for weights.
+    "fold-constants",
+    # Before rotary is raised: it wants its cos and sin as looked-up tables.
+    "fold-positions",
+    # What folding left bare: casts of tables, reshapes around the look-ups.
+    "clean",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graph after one pass; number 0 is the graph as it was imported.
+
+    ``text`` is the graph printed with its repeated layers folded.
+    """
+
+    number: int
+    name: str
+    text: str
+    rewrites: int
+    missed: tuple[Missed, ...]
+    seconds: float
+    num_nodes: int
+    num_layers: int
+
+    @property
+    def summary(self) -> str:
+        """What was missed, in one line."""
+        return summarize(self.missed, self.num_layers)
+
+
+def run_pipeline(
+    graph: Graph,
+    *,
+    max_position: int,
+    on_stage: Callable[[Stage], None] | None = None,
+    passes: Sequence[str] = PIPELINE,
+) -> list[Stage]:
+    """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
+
+    ``on_stage`` sees each stage while the graph is in that state. Raises VerifyError, naming the pass,
+    when a pass leaves a graph that breaks a rule.
+    """
+    context = PassContext(max_position)
+    functions = [(name, find_pass(name)) for name in passes]
+    verify(graph)
+    stages = [_stage(graph, 0, "import", 0, Report(context), 0.0)]
+    for name, function in functions:
+        if on_stage:
+            on_stage(stages[-1])
+        start = time.perf_counter()
+        report = Report(context)
+        rewrites = run_pass(graph, name, function, report)
+        seconds = time.perf_counter() - start
+        stages.append(_stage(graph, len(stages), name, rewrites, report, seconds))
+    if on_stage:
+        on_stage(stages[-1])
+    return stages
+
+
+def run_pass(graph: Graph, name: str, function: PassFunction, report: Report) -> int:
+    """Run one pass, sweep what it left dead, and verify; returns its count.
+
+    Afterwards ``Origin.values`` of each value names the values of the graph before the pass that it
+    came from, and is empty where that is only the value of the same name.
+    """
+    _own_origins(graph)
+    rewrites = function(graph, report)
+    graph.sweep()
+    try:
+        verify(graph)
+    except VerifyError as error:
+        raise VerifyError(f"after the pass {name}: {error}") from error
+    _drop_own_origins(graph)
+    return rewrites
+
+
+def _own_origins(graph: Graph) -> None:
+    # A value made during the pass inherits the origin of what it stands for, and so these names.
+    for value in graph.all_values():
+        value.origin = replace(value.origin, values=(str(value),))
+
+
+def _drop_own_origins(graph: Graph) -> None:
+    for value in graph.all_values():
+        if value.origin.values == (str(value),):
+            value.origin = replace(value.origin, values=())
+
+
+def _stage(
+    graph: Graph, number: int, name: str, rewrites: int, report: Report, seconds: float
+) -> Stage:
+    return Stage(
+        number=number,
+        name=name,
+        text=print_graph(graph, fold=True),
+        rewrites=rewrites,
+        missed=tuple(report.misses),
+        seconds=seconds,
+        num_nodes=len(graph.nodes),
+        num_layers=count_layers(graph),
+    )

@@ -1,0 +1,45 @@
+"""How far apart two computations of the same numbers may be: the one table.
+
+Differences are measured as ``max |a - b| / max(1, max |b|)``: absolute for small values, relative to the
+largest for large ones, since a sum's error grows with its largest terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# After a rewrite that may change the order of sums and where intermediate results round, on graphs
+# of a few nodes up to a model of a few tiny layers. Unit roundoff u times 2**7: sums of up to 128
+# terms grow their error like sqrt(128) u = 11 u, and a dozen such results follow one another.
+REWRITE: dict[torch.dtype, float] = {
+    torch.float64: 2.0**-53 * 2**7,
+    torch.float32: 2.0**-24 * 2**7,
+    # A handful of roundings in the residual stream show up whole, not averaged: 2**4 u.
+    torch.bfloat16: 2.0**-9 * 2**4,
+    torch.float16: 2.0**-11 * 2**4,
+}
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """``max |got - want| / max(1, max |want|)``; infinite where just one is not finite."""
+    if got.numel() == 0:
+        return 0.0
+    got, want = got.double(), want.double()
+    same = (got == want) | (got.isnan() & want.isnan())
+    gap = torch.where(same, 0.0, (got - want).abs().nan_to_num(torch.inf, torch.inf))
+    finite = want[want.isfinite()].abs()
+    scale = max(1.0, finite.max().item() if finite.numel() else 1.0)
+    return gap.max().item() / scale
+
+
+def assert_same(got: Tensor, want: Tensor, what: str) -> None:
+    """Integers and bools have to be equal, floats within REWRITE of their dtype."""
+    assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if not got.is_floating_point():
+        assert torch.equal(got, want), f"{what}: integers differ"
+        return
+    gap = distance(got, want)
+    limit = REWRITE[got.dtype]
+    assert gap <= limit, f"{what}: differs by {gap:.3g}, at most {limit:.3g} expected"
