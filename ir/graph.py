@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from octavo.ir.types import KVType, TensorType, Type
+from octavo.ir.types import TensorType, Type
 
 if TYPE_CHECKING:
     import networkx
@@ -29,9 +29,10 @@ class Origin:
     values: tuple[str, ...] = ()
 
     def merged(self, *others: Origin) -> Origin:
-        """This origin, extended by the values of the others."""
+        """This origin, extended by the values of the others; a module it lacks comes from them."""
         names = dict.fromkeys([*self.values, *(n for other in others for n in other.values)])
-        return replace(self, values=tuple(names))
+        placed = next((origin for origin in (self, *others) if origin.module), self)
+        return replace(placed, values=tuple(names))
 
 
 class Kind(Enum):
@@ -172,6 +173,12 @@ class Graph:
         yield from self.weight_nodes
         yield from self.nodes
 
+    def all_values(self) -> Iterator[Value]:
+        """The parameters, then the results of the weights region and of the step."""
+        yield from self.inputs
+        for node in self.all_nodes():
+            yield from node.outputs
+
     @property
     def weights(self) -> list[Value]:
         """All values of the weights region, in order."""
@@ -232,7 +239,8 @@ class Graph:
         """Make every reader of each old value read the new one, results of the graph included.
 
         A new value that was named after the old one takes over its name, so that names stay the same
-        through the passes. The old producers stay until they are erased or swept.
+        through the passes; its origin takes in the old one's values. The old producers stay until
+        they are erased or swept.
         """
         olds = [olds] if isinstance(olds, Value) else olds
         news = [news] if isinstance(news, Value) else news
@@ -240,6 +248,7 @@ class Graph:
         for old, new in zip(olds, news, strict=True):
             self.replace_uses(old, new, self.users(old))
             self.outputs = [new if value is old else value for value in self.outputs]
+            new.origin = new.origin.merged(old.origin)
             if new is not old and _stem(new.name) == _stem(old.name) and new.kind is old.kind:
                 self._swap_names(old, new)
 
