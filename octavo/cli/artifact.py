@@ -11,7 +11,8 @@ from pathlib import Path
 from octavo.ir.errors import OctavoError
 from octavo.ir.manifest import Manifest, ManifestError
 
-_FALLBACK = re.compile(r"= (aten\.[\w.]+)\(")
+# Results that begin with @ are weights: their ops ran when the model was compiled.
+_FALLBACK = re.compile(r"\s*%.* = (aten\.[\w.]+)\(.*")
 _HEADER = re.compile(r"# (op|template|constants): (.*)")
 
 
@@ -138,8 +139,14 @@ def _kernel(path: Path) -> Kernel:
 
 
 def count_fallbacks(stage: Stage) -> Counter[str]:
-    """The ops that PyTorch runs for us because the IR has no meaning of its own for them."""
-    return Counter(_FALLBACK.findall(stage.text()))
+    """The ops of a step that PyTorch runs for us: the IR has no meaning of its own for them."""
+    from octavo.ir.fold import FoldError, expand
+
+    try:
+        lines = expand(stage.text().splitlines())
+    except FoldError as error:
+        raise OctavoError(f"{stage.path}:{error.line + 1}: {error}") from error
+    return Counter(match[1] for line in lines if (match := _FALLBACK.fullmatch(line)))
 
 
 def bytes_by_role(manifest: Manifest) -> dict[str, tuple[int, int]]:

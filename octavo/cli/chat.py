@@ -76,10 +76,12 @@ class Conversation:
         """Stream the answer to stdout. A turn that fails is not remembered."""
         messages = [*self.messages, {"role": "user", "content": prompt}]
         pieces = []
-        for piece in self.llm.stream_chat(messages, self.params):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-        print()
+        try:
+            for piece in self.llm.stream_chat(messages, self.params):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        finally:
+            print()
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         if self.show_stats:
             print(_stats_line(self.llm), file=sys.stderr)

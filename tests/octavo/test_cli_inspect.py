@@ -119,6 +119,27 @@ def test_summary_counts_fallbacks_of_the_last_stage(artifact: Path) -> None:
     assert ["aten.erfinv.default", "1"] in lines(inspect(artifact))
 
 
+def test_fallbacks_count_in_each_repeat_and_not_among_the_weights(artifact: Path) -> None:
+    (artifact / "ir" / "01-fuse.ir").write_text(
+        "graph @tiny(%x: f32[T, 8]) {\n"
+        "  weights {\n"
+        "    @table: f32[8] = aten.cos.default(@angles)\n"
+        "  }\n"
+        "  repeat i = 0..4 {\n"
+        "    %layers.{i}: f32[T, 8], %rest.{i}: f32[T] = aten.erfinv.default(%layers.{i-1})\n"
+        "  }\n"
+        "}\n"
+    )
+    result = inspect(artifact)
+    assert ["aten.erfinv.default", "5"] in lines(result)
+    assert "aten.cos.default" not in result.stdout
+
+
+def test_a_damaged_stage_is_named_with_its_line(artifact: Path) -> None:
+    (artifact / "ir" / "01-fuse.ir").write_text("graph @tiny() {\n  repeat i = 0..4 {\n")
+    assert_error(inspect(artifact), "01-fuse.ir:2: this repeat is never closed")
+
+
 @pytest.mark.parametrize("wanted", ["0", "import"])
 def test_stage_prints_the_file_as_it_is(artifact: Path, wanted: str) -> None:
     assert inspect(artifact, "--stage", wanted).stdout == IMPORTED
