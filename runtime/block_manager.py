@@ -1,0 +1,89 @@
+"""Which blocks of the KV cache belong to whom. Pure Python: it never sees a tensor."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+NULL_BLOCK = 0
+
+
+class BlockManager:
+    """Fixed-size blocks, reference-counted, handed out on demand.
+
+    A request's block table grows with its context. Freed blocks go to the back of the queue, a
+    request's last block first, so that the queue is also the order in which a prefix cache would
+    evict: least recently used first, tails before heads. A cached block is then one whose count
+    is zero and that is still in the queue; taking it again is removing it from the queue.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """``num_blocks`` counts the null block 0, which is never handed out."""
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens hold nothing")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = deque(range(NULL_BLOCK + 1, num_blocks))
+        self._ref_counts = [0] * num_blocks
+        self._tables: dict[str, array[int]] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_missing(self, request_id: str, num_tokens: int) -> int:
+        """How many more blocks the request needs to hold ``num_tokens`` tokens in all."""
+        table = self._tables.get(request_id)
+        held = 0 if table is None else len(table)
+        return max(0, -(-num_tokens // self.block_size) - held)
+
+    def can_allocate(self, request_id: str, num_tokens: int, keep_free: int = 0) -> bool:
+        """Whether ``allocate`` would succeed and leave ``keep_free`` blocks free."""
+        missing = self.num_missing(request_id, num_tokens)
+        return missing == 0 or missing + keep_free <= len(self._free)
+
+    def allocate(self, request_id: str, num_tokens: int) -> None:
+        """Grow the request's table until it holds ``num_tokens`` tokens in all."""
+        missing = self.num_missing(request_id, num_tokens)
+        assert missing <= len(self._free), "ask can_allocate first"
+        table = self._tables.setdefault(request_id, array("i"))
+        for _ in range(missing):
+            block_id = self._free.popleft()
+            self._ref_counts[block_id] = 1
+            table.append(block_id)
+
+    def free(self, request_id: str) -> None:
+        """Give back everything that the request holds; nothing when it holds nothing."""
+        for block_id in reversed(self._tables.pop(request_id, array("i"))):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free.append(block_id)
+
+    def block_ids(self, request_id: str) -> array[int]:
+        """A copy of the request's block table, int32, in the order of its context."""
+        return self._tables[request_id][:]
+
+    def check(self) -> None:
+        """Raise AssertionError when a block is lost, free and used, or miscounted."""
+        references = [0] * self.num_blocks
+        for request_id, table in self._tables.items():
+            assert len(set(table)) == len(table), f"{request_id} holds a block twice"
+            for block_id in table:
+                references[block_id] += 1
+        free = list(self._free)
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert references == self._ref_counts, "reference counts differ from the tables"
+        assert references[NULL_BLOCK] == 0, "the null block was handed out"
+        assert NULL_BLOCK not in free, "the null block is in the free queue"
+        used = {block_id for block_id, count in enumerate(references) if count > 0}
+        assert used.isdisjoint(free), f"free and used: {sorted(used.intersection(free))}"
+        assert len(used) + len(free) == self.num_usable_blocks, "a block was lost"

@@ -1,0 +1,21 @@
+"""What the runtime refuses, by whose hand it can be put right."""
+
+from __future__ import annotations
+
+from octavo.ir.errors import OctavoError
+
+
+class ArtifactError(OctavoError):
+    """An artifact that is not whole, not readable by this version, or not the one asked for."""
+
+
+class InvalidRequest(OctavoError, ValueError):
+    """A prompt, sampling parameter or option with an impossible value; nothing was run."""
+
+
+class CapacityError(OctavoError):
+    """Memory that does not hold what was asked for."""
+
+
+class EngineError(OctavoError):
+    """A step that failed; the requests in it were ended and their memory was given back."""

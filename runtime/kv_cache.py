@@ -1,0 +1,114 @@
+"""How much KV cache there is: planned in bytes, allocated in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.ir.manifest import KVSlot
+from octavo.runtime.errors import CapacityError
+
+GIB = 1024**3
+CPU_DEFAULT_BYTES = 4 * GIB
+CPU_DEFAULT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class KVCachePlan:
+    """``num_blocks`` blocks of ``block_size`` tokens, the null block among them."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds; the null block holds none."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def block_bytes(slots: Sequence[KVSlot], dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one block over all slots."""
+    elements = sum(slot.num_kv_heads * (slot.head_dim + slot.v_head_dim) for slot in slots)
+    return elements * block_size * dtype.itemsize
+
+
+def plan_kv_cache(
+    slots: Sequence[KVSlot],
+    dtype: torch.dtype,
+    *,
+    block_size: int,
+    wanted_tokens: int,
+    available_bytes: int,
+    num_blocks: int | None = None,
+) -> KVCachePlan:
+    """A pool for ``wanted_tokens`` tokens, less if ``available_bytes`` do not hold them.
+
+    ``num_blocks`` sets the number of usable blocks instead. Raises CapacityError when not even
+    one block fits.
+    """
+    each = block_bytes(slots, dtype, block_size)
+    if num_blocks is not None:
+        return KVCachePlan(num_blocks + 1, block_size, each)
+    fitting = available_bytes // each if each else wanted_tokens
+    usable = min(fitting - 1, -(-wanted_tokens // block_size))
+    if usable < 1:
+        raise CapacityError(
+            f"{available_bytes} bytes of KV cache do not hold two blocks of {each} bytes; "
+            "raise kv_cache_memory_bytes or lower block_size"
+        )
+    return KVCachePlan(usable + 1, block_size, each)
+
+
+def default_kv_cache_bytes(
+    device: torch.device, gpu_memory_utilization: float, weight_bytes: int
+) -> int:
+    """Bytes to use when none are named; called before the weights are loaded.
+
+    On a GPU: what the utilisation leaves beside the weights. On a CPU: a quarter of the memory
+    that is available, at most 4 GiB, since the machine has other uses.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - weight_bytes - (1.0 - gpu_memory_utilization) * total))
+    return min(CPU_DEFAULT_BYTES, int(available_memory_bytes() * CPU_DEFAULT_SHARE))
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """MemAvailable; where the system does not say, enough for the default to apply."""
+    try:
+        lines = meminfo.read_text("ascii").splitlines()
+    except OSError:
+        return int(CPU_DEFAULT_BYTES / CPU_DEFAULT_SHARE)
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def allocate_kv_caches(
+    slots: Sequence[KVSlot], plan: KVCachePlan, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Key and value caches ``[num_blocks, block_size, kv_heads, head_dim]``, one pair a slot.
+
+    Zeroed: a kernel may read past a sequence's end and weigh what it reads by zero, and zero times
+    the NaN of a stale page is NaN.
+    """
+
+    def cache(slot: KVSlot, head_dim: int) -> Tensor:
+        shape = (plan.num_blocks, plan.block_size, slot.num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    try:
+        return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
+    except RuntimeError as error:
+        raise CapacityError(
+            f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
+            "lower kv_cache_memory_bytes"
+        ) from error

@@ -1,0 +1,266 @@
+"""LLM: prompts in, texts out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.runtime.artifact import Artifact
+from octavo.runtime.engine import Engine
+from octavo.runtime.errors import EngineError, InvalidRequest
+from octavo.runtime.llm_options import LLMOptions, resolve_options
+from octavo.runtime.load import load_engine
+from octavo.runtime.output_processor import OutputKind
+from octavo.runtime.outputs import EngineStats, GenerationStats, RequestOutput
+from octavo.runtime.progress import progress_bar
+from octavo.runtime.prompts import Prompt, parse_prompts
+from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_GENERATION_CONFIG_NAMES = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class LLM:
+    """A compiled model, loaded. The names are vLLM's: a script for it runs with its import changed.
+
+    ``model`` is an artifact directory. Keywords: see LLMOptions for those that work, and the tables
+    beside it for those of vLLM's that are refused or named in a notice.
+    """
+
+    def __init__(self, model: str | Path, **keywords: Any) -> None:
+        """Raises ArtifactError, InvalidRequest (a ValueError), CapacityError, or TypeError."""
+        self.options, notices = resolve_options(keywords)
+        for notice in notices:
+            logger.warning("%s", notice)
+        self.artifact = self.open_artifact(model, self.options)
+        self._tokenizer = self._open_tokenizer()
+        self.engine: Engine = load_engine(self.artifact, self.options, self._tokenizer)
+        self.last_stats = GenerationStats()
+        self._num_requests = 0
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    def open_artifact(self, model: str | Path, options: LLMOptions) -> Artifact:
+        """The artifact to run. A subclass that can compile makes one of a model here."""
+        return Artifact.open(model, artifact_id=options.artifact_id, verify=options.verify)
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Any = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the results are in the order of the prompts.
+
+        A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
+        ``{"prompt_token_ids": [...]}``; one or a list of them. Sampling parameters are one for all
+        or one each. Raises InvalidRequest before anything is run.
+        """
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise InvalidRequest("give prompts or prompt_token_ids, not both")
+            prompts = prompt_token_ids
+        parsed = self._parse(prompts)
+        return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **rendering: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them.
+
+        ``rendering``: ``chat_template`` (a template or a name), ``add_generation_prompt`` (True),
+        ``continue_final_message`` (False), ``tools``, ``chat_template_kwargs``.
+        """
+        is_batch = bool(messages) and isinstance(messages[0], Sequence)
+        conversations = messages if is_batch else [messages]
+        parsed = [self._parse_chat(conversation, **rendering) for conversation in conversations]
+        return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one answer in pieces. Closing the iterator ends the request."""
+        parsed = self._parse(prompt)
+        if len(parsed) != 1:
+            raise InvalidRequest(f"stream takes one prompt, got {len(parsed)}; use generate")
+        return self._stream(parsed[0], self._params_for(sampling_params, 1)[0])
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **rendering: Any,
+    ) -> Iterator[str]:
+        """Like ``stream``, for a conversation; ``rendering`` as for ``chat``."""
+        parsed = self._parse_chat(messages, **rendering)
+        return self._stream(parsed, self._params_for(sampling_params, 1)[0])
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequest when there is none."""
+        if self._tokenizer is None:
+            raise InvalidRequest("the model came without a tokenizer; use token-id prompts")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend in generation_config.json; else SamplingParams()."""
+        if self.options.generation_config == "vllm":
+            return SamplingParams()
+        config = self.artifact.model_json("generation_config.json")
+        named = {ours: config.get(theirs) for theirs, ours in _GENERATION_CONFIG_NAMES.items()}
+        return SamplingParams(**{k: v for k, v in named.items() if v is not None})
+
+    def stats(self) -> EngineStats:
+        """Totals since this LLM was made, and its state now."""
+        return self.engine.stats()
+
+    def _open_tokenizer(self) -> Tokenizer | None:
+        if self.options.skip_tokenizer_init:
+            return None
+        if self.options.tokenizer is not None:
+            return Tokenizer.from_directory(self.options.tokenizer)
+        return Tokenizer.from_artifact(self.artifact)
+
+    def _parse(self, prompts: Any, add_special_tokens: bool = True) -> list[Prompt]:
+        return parse_prompts(
+            prompts,
+            tokenizer=self._tokenizer,
+            vocab_size=self.artifact.manifest.vocab_size,
+            max_model_len=self.engine.max_model_len,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def _parse_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Prompt:
+        text = self.get_tokenizer().render_chat(
+            messages,
+            chat_template=chat_template or self.options.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        # The template has written the special tokens: adding them again would double the BOS.
+        return self._parse(text, add_special_tokens=False)[0]
+
+    def _params_for(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        given = [params] * count if isinstance(params, SamplingParams) else list(params)
+        if len(given) != count:
+            raise InvalidRequest(
+                f"{len(given)} sampling parameters for {count} prompts; give one, or one each"
+            )
+        return [self._checked(item) for item in given]
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling parameters must be SamplingParams, got {params!r:.80}")
+        # A copy, checked again: its fields may have been set since it was made, and may be later.
+        params = dataclasses.replace(params)
+        vocab_size = self.artifact.manifest.vocab_size
+        for token_id in params.stop_token_ids or ():
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"stop token id {token_id} is not in the vocabulary of {vocab_size} tokens"
+                )
+        self._check_logprobs(params.logprobs)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
+        return params
+
+    def _check_logprobs(self, wanted: int | None) -> None:
+        limit = self.options.max_logprobs
+        if wanted is None or limit == -1 or 0 <= wanted <= limit:
+            return
+        raise InvalidRequest(
+            f"logprobs={wanted} is beyond max_logprobs={limit}; ask for fewer, or load with a "
+            "higher max_logprobs (-1 for no limit)"
+        )
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], show_progress: bool
+    ) -> list[RequestOutput]:
+        before = self.engine.stats()
+        request_ids: list[str] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                request_ids.append(self._add(prompt, each, "final"))
+            results: dict[str, RequestOutput] = {}
+            with progress_bar("Generating", len(prompts), is_wanted=show_progress) as advance:
+                for request_id in request_ids:
+                    results[request_id] = self._next_output(request_id)
+                    advance()
+            return [results[request_id] for request_id in request_ids]
+        finally:
+            self._close(request_ids, before)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
+        before = self.engine.stats()
+        request_ids = [self._add(prompt, params, "delta")]
+        try:
+            while True:
+                output = self._next_output(request_ids[0])
+                completion = output.outputs[0]
+                if completion.text:
+                    yield completion.text
+                if completion.finish_reason == "error":
+                    raise EngineError(str(completion.stop_reason))
+                if output.finished:
+                    return
+        finally:
+            self._close(request_ids, before)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, kind: OutputKind) -> str:
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        self.engine.add_request(request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _next_output(self, request_id: str) -> RequestOutput:
+        """Step until the request has something to show; what others have is kept for them."""
+        inbox = self._inboxes[request_id]
+        while not inbox:
+            if not self.engine.is_live(request_id):
+                raise EngineError(f"request {request_id} was ended by a step that failed")
+            for output in self.engine.step():
+                self._inboxes[output.request_id].append(output)
+        return inbox.popleft()
+
+    def _close(self, request_ids: Sequence[str], before: EngineStats) -> None:
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
+            self._inboxes.pop(request_id, None)
+        after = self.engine.stats()
+        self.last_stats = GenerationStats(
+            prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+            output_tokens=after.output_tokens - before.output_tokens,
+            prefill_seconds=after.prefill_seconds - before.prefill_seconds,
+            decode_seconds=after.decode_seconds - before.decode_seconds,
+        )

@@ -1,0 +1,211 @@
+"""The keywords of LLM: vLLM's names, and what becomes of each here. A table, read top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.validation import boolean, integer, real
+
+_DTYPE_NAMES = {
+    "auto": None,
+    "half": "f16",
+    "float16": "f16",
+    "fp16": "f16",
+    "f16": "f16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float": "f32",
+    "float32": "f32",
+    "fp32": "f32",
+    "f32": "f32",
+}
+
+
+@dataclass(frozen=True)
+class LLMOptions:
+    """Options that work. None means: chosen from the model and the machine.
+
+    The first group says what is compiled: an artifact must agree with it.
+    """
+
+    dtype: str | None = None  # a name of the IR: f32, bf16, f16
+    quantization: str | None = None
+    revision: str | None = None
+
+    artifact_id: str | None = None
+    verify: bool = True
+    tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_logprobs: int = 20
+
+
+def _dtype(name: str, value: Any) -> str | None:
+    text = str(value).removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
+    if text not in _DTYPE_NAMES:
+        raise InvalidRequest(f"{name} must be auto, float32, bfloat16 or float16, got {value!r}")
+    return _DTYPE_NAMES[text]
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string, got {value!r}")
+    return value
+
+
+def _path(name: str, value: Any) -> str | Path:
+    if not isinstance(value, (str, Path)):
+        raise InvalidRequest(f"{name} must be a directory, got {value!r}")
+    return value
+
+
+def _share(name: str, value: Any) -> float:
+    share = real(name, value, low=0.0, high=1.0)
+    if share == 0.0:
+        raise InvalidRequest(f"{name} must be above 0")
+    return share
+
+
+def _generation_config(name: str, value: Any) -> str:
+    if value not in ("auto", "vllm"):
+        raise InvalidRequest(f"{name} must be 'auto' or 'vllm', got {value!r}")
+    return str(value)
+
+
+_positive = partial(integer, low=1)
+
+# Works: how a value is checked and cleaned.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "dtype": _dtype,
+    "quantization": _text,
+    "revision": _text,
+    "artifact_id": _text,
+    "verify": boolean,
+    "tokenizer": _path,
+    "skip_tokenizer_init": boolean,
+    "chat_template": _text,
+    "generation_config": _generation_config,
+    "seed": partial(integer, low=-(2**63), high=2**64 - 1),
+    "max_model_len": _positive,
+    "max_num_seqs": _positive,
+    "max_num_batched_tokens": _positive,
+    "long_prefill_token_threshold": partial(integer, low=0),
+    "block_size": _positive,
+    "gpu_memory_utilization": _share,
+    "kv_cache_memory_bytes": _positive,
+    "num_gpu_blocks_override": _positive,
+    "max_logprobs": partial(integer, low=-1),
+}
+
+# Means something that this version does not do: only the values under which it changes nothing.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "cpu_offload_gb": (0,),
+    "kv_cache_dtype": ("auto",),
+    "calculate_kv_scales": (False,),
+    "scheduling_policy": ("fcfs",),
+    "enable_lora": (False,),
+    "speculative_config": (),
+    "speculative_model": (),
+    "hf_overrides": ({},),
+    "rope_scaling": ({},),
+    "rope_theta": (),
+    "logits_processors": ([], ()),
+    "kv_transfer_config": (),
+    "enable_return_routed_experts": (False,),
+    "enable_prompt_embeds": (False,),
+    "disable_sliding_window": (False,),
+    "quantization_config": ({},),
+}
+
+# Changes nothing here, and why.
+IGNORED: dict[str, str] = {
+    "enforce_eager": "no graphs are captured on this target",
+    "enable_prefix_caching": "this version has no prefix cache; answers are the same without it",
+    "enable_chunked_prefill": "prompts are always prefilled in chunks",
+    "trust_remote_code": "an artifact holds the only code that is run",
+    "swap_space": "preempted requests are computed again, not swapped",
+    "preemption_mode": "preempted requests are computed again",
+    "disable_log_stats": "statistics are given by LLM.stats(), not logged",
+    "tokenizer_mode": "tokenizer.json is always read by the tokenizers package",
+    "tokenizer_revision": "the tokenizer is the artifact's own",
+    "load_format": "an artifact has one format",
+    "download_dir": "an artifact is not downloaded",
+    "hf_token": "an artifact is not downloaded",
+    "config_format": "an artifact has one format",
+    "hf_config_path": "the configuration is the artifact's own",
+    "served_model_name": "it is an option of the server",
+    "distributed_executor_backend": "there is one device",
+    "disable_custom_all_reduce": "there is one device",
+    "compilation_config": "the artifact is compiled already",
+    "attention_config": "the artifact is compiled already",
+    "attention_backend": "the artifact is compiled already",
+    "max_seq_len_to_capture": "no graphs are captured on this target",
+    "cuda_graph_sizes": "no graphs are captured on this target",
+    "num_scheduler_steps": "one step is planned at a time",
+    "max_num_partial_prefills": "any number of prompts may be part-way",
+    "async_scheduling": "planning a step takes well under a millisecond",
+    "use_v2_block_manager": "there is one block manager",
+    "device": "the artifact's target decides",
+    "allowed_local_media_path": "prompts are text",
+    "allowed_media_domains": "prompts are text",
+    "limit_mm_per_prompt": "prompts are text",
+    "mm_processor_kwargs": "prompts are text",
+    "disable_mm_preprocessor_cache": "prompts are text",
+    "pooler_config": "the model generates",
+    "structured_outputs_config": "guided decoding is not built yet, and refused where asked for",
+    "guided_decoding_backend": "guided decoding is not built yet, and refused where asked for",
+    "profiler_config": "there is no profiler hook",
+    "disable_async_output_proc": "there is one output path",
+    "disable_cascade_attn": "there is one attention",
+}
+
+
+def resolve_options(keywords: Mapping[str, Any]) -> tuple[LLMOptions, list[str]]:
+    """Options, and a notice for each keyword that changes nothing here.
+
+    Raises InvalidRequest for an impossible value and TypeError for an unknown keyword.
+    """
+    for name in keywords:
+        if name not in CHECKS and name not in ONLY and name not in IGNORED:
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{_like(name)}")
+    given = {name: value for name, value in keywords.items() if value is not None}
+    for name in given.keys() & ONLY.keys():
+        if given[name] not in ONLY[name]:
+            allowed = ", ".join(map(repr, ONLY[name])) or "None"
+            raise InvalidRequest(
+                f"{name}={given[name]!r} is not supported by this version; use {allowed}"
+            )
+    notices = [f"{name} has no effect: {IGNORED[name]}" for name in given if name in IGNORED]
+    values = {name: CHECKS[name](name, value) for name, value in given.items() if name in CHECKS}
+    return LLMOptions(**values), notices
+
+
+def _like(name: str) -> str:
+    from difflib import get_close_matches
+
+    known = [field.name for field in fields(LLMOptions)] + [*ONLY, *IGNORED]
+    match = get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,162 @@
+"""From sampled tokens to what a user sees: text, stops, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.runtime.detokenizer import IncrementalDetokenizer
+from octavo.runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.runtime.request import Request
+from octavo.runtime.sampler import SampledToken, TokenLogprobs
+from octavo.runtime.stop_strings import StopStrings
+from octavo.runtime.tokenizer import Tokenizer
+
+OutputKind = Literal["cumulative", "delta", "final"]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a request ended, see CompletionOutput."""
+
+    reason: str
+    stop_reason: int | str | None = None
+
+
+class OutputProcessor:
+    """The output side of one request."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        prompt: str | None,
+        kind: OutputKind,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Collection[int],
+        arrival_time: float,
+    ) -> None:
+        """``tokenizer`` None means that no text is made; ``kind`` is how often output is shown."""
+        params = request.params
+        self.request = request
+        self.kind = kind
+        self.metrics = RequestMetrics(arrival_time)
+        self.finish: Finish | None = None
+        self._prompt = prompt
+        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        self._tokenizer = tokenizer
+        self._detokenizer = self._make_detokenizer(tokenizer)
+        self._stops = StopStrings(
+            tuple(params.stop or ()), include_in_output=params.include_stop_str_in_output
+        )
+        self._text = ""
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._num_shown_tokens = 0
+        self._num_shown_chars = 0
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Tokens that would end the request too early."""
+        if self.request.num_output_tokens >= self.request.params.min_tokens:
+            return ()
+        return tuple(sorted(self._eos_token_ids | self._stop_token_ids))
+
+    def append(self, sampled: SampledToken, now: float) -> None:
+        """Take the token that the request has just been given; may set ``finish``."""
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        if sampled.logprobs is not None:
+            self._append_logprobs(sampled.token_id, sampled.logprobs)
+        finish = self._finish_by_token(sampled.token_id)
+        is_shown = (
+            finish is None
+            or finish.reason == "length"
+            or self.request.params.include_stop_str_in_output
+        )
+        self._append_text(sampled.token_id if is_shown else None, is_last=finish is not None)
+        if self._stops.matched is not None:
+            finish = Finish("stop", self._stops.matched)
+        if finish is not None:
+            self.end(finish, now)
+
+    def end(self, finish: Finish, now: float) -> None:
+        """Record why and when the request ended."""
+        self.finish = finish
+        self.metrics.finished_time = now
+        self.metrics.num_preemptions = self.request.num_preemptions
+
+    def output(self) -> RequestOutput | None:
+        """What there is to show: for "delta" what is new, for "final" nothing before the end."""
+        if self.kind == "final" and self.finish is None:
+            return None
+        token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
+        if self.kind == "delta":
+            token_ids, logprobs = (
+                token_ids[self._num_shown_tokens :],
+                logprobs[self._num_shown_tokens :],
+            )
+            text = text[self._num_shown_chars :]
+            self._num_shown_tokens = self.request.num_output_tokens
+            self._num_shown_chars = len(self._text)
+        has_logprobs = self.request.params.logprobs is not None
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            logprobs=list(logprobs) if has_logprobs else None,
+            finish_reason=self.finish.reason if self.finish else None,
+            stop_reason=self.finish.stop_reason if self.finish else None,
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.token_ids[: self.request.num_prompt_tokens],
+            outputs=[completion],
+            finished=self.finish is not None,
+            metrics=self.metrics,
+        )
+
+    def _make_detokenizer(self, tokenizer: Tokenizer | None) -> IncrementalDetokenizer | None:
+        params = self.request.params
+        if tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            tokenizer, self.request.token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+
+    def _finish_by_token(self, token_id: int) -> Finish | None:
+        if self.request.num_output_tokens >= self.request.params.min_tokens:
+            if token_id in self._eos_token_ids:
+                return Finish("stop")
+            if token_id in self._stop_token_ids:
+                return Finish("stop", token_id)
+        return Finish("length") if self.request.is_at_limit else None
+
+    def _append_text(self, token_id: int | None, *, is_last: bool) -> None:
+        if self._detokenizer is None:
+            return
+        piece = "" if token_id is None else self._detokenizer.add(token_id)
+        if is_last:
+            piece += self._detokenizer.flush()
+        if self.request.num_output_tokens < self.request.params.min_tokens:
+            self._text += piece  # too early for a stop string
+            return
+        self._text += self._stops.feed(piece)
+        if is_last:
+            self._text += self._stops.flush()
+
+    def _append_logprobs(self, token_id: int, found: TokenLogprobs) -> None:
+        self._cumulative_logprob += found.chosen
+        entry = {token_id: self._logprob(token_id, found.chosen, found.chosen_rank)}
+        tops = zip(found.top_token_ids, found.top_logprobs, strict=True)
+        for rank, (top_id, value) in enumerate(tops, start=1):
+            entry.setdefault(top_id, self._logprob(top_id, value, rank))
+        self._logprobs.append(entry)
+
+    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
+        text = None if self._tokenizer is None else self._tokenizer.decode([token_id])
+        return Logprob(value, rank, text)

@@ -1,0 +1,88 @@
+"""What a user gets back, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token, its rank in the vocabulary (1 is the best), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    ``finish_reason`` is "stop" (``stop_reason`` is the stop string or stop token id, None for the
+    model's own end), "length", "abort", or "error" (``stop_reason`` says what went wrong); None
+    while it runs. ``cumulative_logprob`` and ``logprobs`` are None unless asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Monotonic times in seconds."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """A request and its continuations. ``prompt`` is None when only token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """What the last call cost. A step that runs any part of a prompt counts as prefill."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made, and its state now."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    output_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use."""
+        return 1.0 - self.num_free_blocks / self.num_total_blocks

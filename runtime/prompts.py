@@ -1,0 +1,137 @@
+"""The shapes in which a user may hand over prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.tokenizer import Tokenizer
+from octavo.runtime.validation import integer
+
+_SHAPES = (
+    'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, '
+    "or a list of these"
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt ready to run; ``text`` is None when only ids were given."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def parse_prompts(
+    prompts: Any,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_model_len: int,
+    add_special_tokens: bool = True,
+) -> list[Prompt]:
+    """Check and tokenise one prompt or several; raises InvalidRequest for the first bad one."""
+    items = [prompts] if _is_single(prompts) else prompts
+    if not isinstance(items, Sequence):
+        raise InvalidRequest(f"a prompt must be {_SHAPES}, got {type(prompts).__name__}")
+    if not items:
+        raise InvalidRequest("there is no prompt: the list is empty")
+    parsed = []
+    for index, item in enumerate(items):
+        where = "the prompt" if len(items) == 1 else f"prompt {index}"
+        prompt = _parse_one(where, _plain_ids(item), tokenizer, add_special_tokens)
+        _check_ids(where, prompt.token_ids, vocab_size, max_model_len)
+        parsed.append(prompt)
+    return parsed
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)) or _is_array(prompts):
+        return True
+    is_list = isinstance(prompts, Sequence) and bool(prompts)
+    return (
+        is_list
+        and not isinstance(prompts[0], (str, Mapping, Sequence))
+        and not _is_array(prompts[0])
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")
+
+
+def _plain_ids(item: Any) -> Any:
+    return item.tolist() if _is_array(item) else item
+
+
+def _parse_one(
+    where: str, item: Any, tokenizer: Tokenizer | None, add_special_tokens: bool
+) -> Prompt:
+    if isinstance(item, str):
+        return _from_text(where, item, tokenizer, add_special_tokens)
+    if isinstance(item, Mapping):
+        return _from_mapping(where, item, tokenizer, add_special_tokens)
+    if isinstance(item, Sequence) and not isinstance(item, (bytes, bytearray)):
+        return Prompt(_token_ids(where, item))
+    raise InvalidRequest(f"{where} must be {_SHAPES}, got {type(item).__name__}")
+
+
+def _from_mapping(
+    where: str, item: Mapping[str, Any], tokenizer: Tokenizer | None, add_special_tokens: bool
+) -> Prompt:
+    unknown = sorted(set(item) - {"prompt", "prompt_token_ids"})
+    if unknown:
+        raise InvalidRequest(f"{where}: {unknown[0]!r} is not supported; give {_SHAPES}")
+    text = item.get("prompt")
+    if item.get("prompt_token_ids") is not None:
+        ids = _token_ids(where, _plain_ids(item["prompt_token_ids"]))
+        return Prompt(ids, text if isinstance(text, str) else None)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where} holds neither a prompt string nor prompt_token_ids")
+    return _from_text(where, text, tokenizer, add_special_tokens)
+
+
+def _from_text(
+    where: str, text: str, tokenizer: Tokenizer | None, add_special_tokens: bool
+) -> Prompt:
+    if not text:
+        raise InvalidRequest(f"{where} is empty; give at least one character")
+    if tokenizer is None:
+        raise InvalidRequest(
+            f"{where} is text, but the model came without a tokenizer; give token ids, or compile "
+            "it again from a directory with tokenizer.json"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{where} is not valid Unicode: {error.reason}") from None
+    return Prompt(tuple(tokenizer.encode(text, add_special_tokens)), text)
+
+
+def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidRequest(f"{where}: token ids must be a list, got {type(ids).__name__}")
+    # A long list of plain ints is the usual case: one pass in C instead of a call each.
+    if set(map(type, ids)) <= {int}:
+        return tuple(ids)
+    return tuple(integer(f"{where}: a token id", value) for value in ids)
+
+
+def _check_ids(where: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    if not ids:
+        raise InvalidRequest(f"{where} is empty; give at least one token")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(
+            f"{where}: token id {bad} is not in the vocabulary of {vocab_size} tokens "
+            f"(0 to {vocab_size - 1})"
+        )
+    if len(ids) + 1 > max_model_len:
+        raise InvalidRequest(
+            f"{where} has {len(ids)} tokens, which leaves no room for an answer in "
+            f"max_model_len={max_model_len}; shorten it to {max_model_len - 1} or raise "
+            "max_model_len"
+        )

@@ -1,0 +1,64 @@
+"""The state of one request between its arrival and its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from octavo.runtime.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again; its tokens are kept, its K and V were given up
+    FINISHED = "finished"
+
+
+class Request:
+    """Tokens, progress and limits of a request.
+
+    ``token_ids`` is the prompt and then the output. ``num_computed_tokens`` of them have their K
+    and V in the cache; the rest is to do, whether it is a prompt or the last sampled token.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """``seed`` and ``stream`` key its randomness, see octavo.runtime.philox."""
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.stream = stream
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        wanted = max_model_len if params.max_tokens is None else params.max_tokens
+        self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + wanted)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether no further token may be generated."""
+        return len(self.token_ids) >= self.max_total_tokens

@@ -1,0 +1,136 @@
+"""From logits to tokens, for all sampled rows of a step at once, on their device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.runtime.philox import uniforms
+from octavo.runtime.sampling_filters import filter_logits
+from octavo.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What one row of logits is sampled by.
+
+    ``seed``, ``stream`` and ``position`` key its draw; ``banned_token_ids`` cannot be chosen.
+    """
+
+    params: SamplingParams
+    seed: int
+    stream: int
+    position: int
+    banned_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one place: the chosen token's, then the best ones, best first."""
+
+    chosen: float
+    chosen_rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A row's token. ``error`` says why there is none."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    """Choose a token for each row of ``f32[R, vocab]``; the logits are left as they were.
+
+    Each row's token depends on its own logits and its own SampleRow only.
+    """
+    with torch.inference_mode():
+        allowed = _ban(logits, rows)
+        best, greedy = allowed.max(dim=-1)
+        token_ids = greedy.tolist()
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if drawn:
+            picked = allowed if len(drawn) == len(rows) else allowed[drawn]
+            for i, token_id in zip(drawn, _draw(picked, [rows[i] for i in drawn])):
+                token_ids[i] = token_id
+        logprobs = _logprobs(logits, token_ids, rows)
+        faults = (~torch.isfinite(best)).tolist()
+    return [
+        SampledToken(token_id, row_logprobs, _NOT_FINITE if is_fault else None)
+        for token_id, row_logprobs, is_fault in zip(token_ids, logprobs, faults)
+    ]
+
+
+_NOT_FINITE = "the model's logits are not finite"
+
+
+def _ban(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    if not any(row.banned_token_ids for row in rows):
+        return logits
+    allowed = logits.clone()
+    for i, row in enumerate(rows):
+        if row.banned_token_ids:
+            allowed[i, list(row.banned_token_ids)] = -torch.inf
+    return allowed
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Inverse of the cumulative distribution, in vocabulary order.
+
+    One uniform number a row, and no sort in its way: noise in the last bits of the logits moves a
+    border between tokens by as little, and never reorders them.
+    """
+    device = logits.device
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=device)
+    kept = filter_logits(
+        logits / temperatures[:, None],
+        top_k=[row.params.top_k for row in rows],
+        top_p=[row.params.top_p for row in rows],
+        min_p=[row.params.min_p for row in rows],
+    )
+    weights = torch.softmax(kept, dim=-1, dtype=torch.float64)
+    cumulative = weights.cumsum(dim=-1)
+    draws = uniforms(
+        [row.seed for row in rows],
+        [row.stream for row in rows],
+        [row.position for row in rows],
+    )
+    totals = cumulative[:, -1:]
+    goal = torch.from_numpy(draws).to(device)[:, None] * totals
+    # The first token whose cumulative weight exceeds the goal: one of weight zero never does.
+    goal = torch.minimum(goal, torch.nextafter(totals, torch.zeros_like(totals)))
+    chosen = torch.searchsorted(cumulative, goal, right=True)[:, 0]
+    return chosen.clamp(max=logits.shape[1] - 1).tolist()  # type: ignore[no-any-return]
+
+
+def _logprobs(
+    logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]
+) -> list[TokenLogprobs | None]:
+    """Of the raw distribution, before bans, temperature and filters, as vLLM reports them."""
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asked:
+        return found
+    values = torch.log_softmax(logits[asked], dim=-1, dtype=torch.float32)
+    vocab_size = values.shape[-1]
+    counts = [_num_top(rows[i].params.logprobs, vocab_size) for i in asked]
+    chosen = values.gather(
+        1, torch.tensor([token_ids[i] for i in asked], device=values.device)[:, None]
+    )
+    ranks = (values > chosen).sum(dim=-1) + 1
+    top_values, top_ids = values.topk(max(counts), dim=-1)
+    columns = zip(chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top_values.tolist())
+    for i, count, (value, rank, ids, tops) in zip(asked, counts, columns):
+        found[i] = TokenLogprobs(value, rank, tuple(ids[:count]), tuple(tops[:count]))
+    return found
+
+
+def _num_top(wanted: int | None, vocab_size: int) -> int:
+    return vocab_size if wanted == -1 else min(wanted or 0, vocab_size)

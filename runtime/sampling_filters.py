@@ -1,0 +1,77 @@
+"""Cut the unlikely tokens off a distribution: min-p, then top-k, then top-p.
+
+Each filter finds a row's lowest logit that stays, and compares: no scatter, no order among equals.
+A row's threshold is computed from that row alone, whatever its neighbours ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Enough for the nucleus of nearly every row of a real model; the others are sorted whole.
+NUCLEUS_CANDIDATES = 1024
+
+
+def filter_logits(
+    logits: Tensor, *, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]
+) -> Tensor:
+    """``f32[R, vocab]`` with -inf for what is cut off; one value of each parameter a row.
+
+    ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 cut nothing. Tokens equal to the last that stays stay.
+    """
+    if any(p > 0.0 for p in min_p):
+        logits = _keep_from(logits, _min_p_threshold(logits, min_p))
+    if any(k > 0 for k in top_k):
+        logits = _keep_from(logits, _top_k_threshold(logits, top_k))
+    if any(p < 1.0 for p in top_p):
+        logits = _keep_from(logits, _top_p_threshold(logits, top_p))
+    return logits
+
+
+def _keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
+    return logits.masked_fill(logits < threshold[:, None], -torch.inf)
+
+
+def _min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
+    """A token stays when its probability is at least ``min_p`` times the best one's."""
+    shift = [math.log(p) if p > 0.0 else -math.inf for p in min_p]
+    return logits.amax(dim=-1) + torch.tensor(shift, device=logits.device)
+
+
+def _top_k_threshold(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    vocab_size = logits.shape[-1]
+    asked = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
+    threshold = logits.new_full((logits.shape[0],), -torch.inf)
+    if asked:
+        counts = torch.tensor([top_k[i] for i in asked], device=logits.device)
+        best = logits[asked].topk(int(counts.max()), dim=-1).values
+        threshold[asked] = best.gather(1, counts[:, None] - 1)[:, 0]
+    return threshold
+
+
+def _top_p_threshold(logits: Tensor, top_p: Sequence[float]) -> Tensor:
+    """The nucleus: the fewest best tokens whose probability adds up to ``top_p``."""
+    asked = [i for i, p in enumerate(top_p) if p < 1.0]
+    threshold = logits.new_full((logits.shape[0],), -torch.inf)
+    picked = logits[asked]
+    goals = torch.tensor([top_p[i] for i in asked], dtype=torch.float64, device=logits.device)
+    found, is_reached = _nucleus_threshold(picked, goals, NUCLEUS_CANDIDATES)
+    rest = (~is_reached).nonzero()[:, 0]
+    if len(rest) > 0:
+        found[rest], _ = _nucleus_threshold(picked[rest], goals[rest], logits.shape[-1])
+    threshold[asked] = found
+    return threshold
+
+
+def _nucleus_threshold(logits: Tensor, goals: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The last logit of each row's nucleus among its ``count`` best, and whether they reach it."""
+    best = logits.topk(min(count, logits.shape[-1]), dim=-1).values
+    log_total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
+    reached = (best.double() - log_total).exp().cumsum(dim=-1) >= goals[:, None]
+    reached[:, -1] |= best.shape[-1] == logits.shape[-1]
+    last = reached.int().argmax(dim=-1, keepdim=True)  # the first True
+    return best.gather(1, last)[:, 0], reached[:, -1]

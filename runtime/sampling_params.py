@@ -1,0 +1,129 @@
+"""How a request is sampled, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.validation import boolean, integer, integers, real, strings
+
+# Below this a temperature means greedy: dividing by it would only overflow. vLLM's bound.
+GREEDY_BELOW = 1e-5
+SEED_BITS = 64
+
+# Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
+_NOT_BUILT: dict[str, Any] = {
+    "n": 1,
+    "best_of": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+    "bad_words": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "guided_decoding": None,
+    "truncate_prompt_tokens": None,
+    "logits_processors": None,
+    "extra_args": None,
+}
+
+
+@dataclass
+class SamplingParams:
+    """Sampling parameters; unset ones keep vLLM's defaults.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. A filter
+    sees what the one before left: min_p, then top_k, then top_p, all after the temperature.
+    ``seed`` makes the request reproducible in any company. ``stop`` ends at a string, which is
+    left out of the text unless ``include_stop_str_in_output``; ``stop_token_ids`` ends at a token.
+    ``max_tokens`` None runs to the model's limit. ``logprobs`` N gives the N best tokens and the
+    chosen one at each step, of the distribution before temperature and filters; -1 gives all.
+    Raises InvalidRequest, a ValueError, for an impossible value.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_what_is_not_built()
+        self._check_distribution()
+        self._check_length_and_stop()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def _refuse_what_is_not_built(self) -> None:
+        for name, neutral in _NOT_BUILT.items():
+            value = getattr(self, name)
+            is_empty = neutral is None and isinstance(value, (list, tuple, dict)) and not value
+            if value is neutral or is_empty:
+                continue
+            if neutral is not None:
+                check = integer if isinstance(neutral, int) else real
+                value = check(name, value)
+            if value != neutral:
+                raise InvalidRequest(
+                    f"{name}={value!r} is not supported by this version of octavo; leave {name} out"
+                )
+
+    def _check_distribution(self) -> None:
+        self.temperature = real("temperature", self.temperature, low=0.0)
+        self.top_p = real("top_p", self.top_p, high=1.0)
+        if self.top_p <= 0.0:
+            raise InvalidRequest(f"top_p must be above 0, got {self.top_p:g}")
+        self.top_k = max(0, integer("top_k", self.top_k, low=-1))
+        self.min_p = real("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            low, high = -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1
+            self.seed = integer("seed", self.seed, low, high)
+            self.seed = None if self.seed == -1 else self.seed  # vLLM's other word for none
+        if self.logprobs is not None:
+            self.logprobs = integer("logprobs", self.logprobs, low=-1)
+
+    def _check_length_and_stop(self) -> None:
+        if self.max_tokens is not None:
+            self.max_tokens = integer("max_tokens", self.max_tokens, low=1)
+        self.min_tokens = integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        self.stop = strings("stop", self.stop)
+        self.stop_token_ids = integers("stop_token_ids", self.stop_token_ids)
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                boolean(field.name, getattr(self, field.name))
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings need detokenize=True: they are looked for in text")
