@@ -104,7 +104,6 @@ def _converse(conversation: Conversation) -> None:
 
 def _stats_line(llm: LLM) -> str:
     stats = llm.last_stats
-    assert stats is not None, "an exhausted stream leaves its statistics"
     prefill = _rate(stats.prompt_tokens, stats.prefill_seconds)
     # The first token comes out of prefill, so the decode steps are one fewer than the tokens.
     decode = _rate(max(stats.output_tokens - 1, 0), stats.decode_seconds)
