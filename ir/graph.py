@@ -168,6 +168,10 @@ class Graph:
         """True when a printed name (``%x`` or ``@w``) is taken."""
         return name in self._names
 
+    def values(self) -> list[Value]:
+        """All values: parameters, weights, results of the step's nodes."""
+        return list(self._names.values())
+
     def all_nodes(self) -> Iterator[Node]:
         """The weights region, then the step."""
         yield from self.weight_nodes
@@ -198,13 +202,15 @@ class Graph:
         self.inputs.append(value)
         return value
 
-    def append(self, op: str, *inputs: Value | None, **options: Any) -> Node:
+    def append(self, op: str, /, *inputs: Value | None, **options: Any) -> Node:
         """Add a node at the end of the step. See ``insert_before`` for the options."""
         node = self._make(op, inputs, Kind.STEP, options)
         self.nodes.append(node)
         return node
 
-    def insert_before(self, anchor: Node, op: str, *inputs: Value | None, **options: Any) -> Node:
+    def insert_before(
+        self, anchor: Node, op: str, /, *inputs: Value | None, **options: Any
+    ) -> Node:
         """Add a node before another of the same region.
 
         Keywords are the op's attributes, besides ``name`` (a string, or one a result; default: the
@@ -217,7 +223,7 @@ class Graph:
         region.insert(region.index(anchor), node)
         return node
 
-    def insert_after(self, anchor: Node, op: str, *inputs: Value | None, **options: Any) -> Node:
+    def insert_after(self, anchor: Node, op: str, /, *inputs: Value | None, **options: Any) -> Node:
         """Add a node after another of the same region; keywords as in ``insert_before``."""
         node = self.insert_before(anchor, op, *inputs, **options)
         region = self.weight_nodes if anchor.is_weight else self.nodes
@@ -225,22 +231,26 @@ class Graph:
         region.insert(region.index(anchor) + 1, node)
         return node
 
-    def constant(self, op: str, *inputs: Value | None, **options: Any) -> Value:
-        """Add a node to the weights region and return its only result; operands must be weights."""
+    def append_weight(self, op: str, /, *inputs: Value | None, **options: Any) -> Node:
+        """Add a node at the end of the weights region; operands must be weights."""
         assert all(v is None or v.is_weight for v in inputs), f"{op}: an operand is no weight"
         options.setdefault("name", inputs[0].name if inputs and inputs[0] else op)
         node = self._make(op, inputs, Kind.WEIGHT, options)
         self.weight_nodes.append(node)
-        return node.output
+        return node
+
+    def constant(self, op: str, /, *inputs: Value | None, **options: Any) -> Value:
+        """Add a node to the weights region and return its only result; operands must be weights."""
+        return self.append_weight(op, *inputs, **options).output
 
     # Editing
 
     def replace_all(self, olds: Value | Sequence[Value], news: Value | Sequence[Value]) -> None:
         """Make every reader of each old value read the new one, results of the graph included.
 
-        A new value that was named after the old one takes over its name, so that names stay the same
-        through the passes; its origin takes in the old one's values. The old producers stay until
-        they are erased or swept.
+        A new value that was named after the old one takes over its name, so that names stay the
+        same through the passes; its origin takes in the old one's values. The old producers stay
+        until they are erased or swept.
         """
         olds = [olds] if isinstance(olds, Value) else olds
         news = [news] if isinstance(news, Value) else news
@@ -249,8 +259,10 @@ class Graph:
             self.replace_uses(old, new, self.users(old))
             self.outputs = [new if value is old else value for value in self.outputs]
             new.origin = new.origin.merged(old.origin)
-            if new is not old and _stem(new.name) == _stem(old.name) and new.kind is old.kind:
-                self._swap_names(old, new)
+            # An older value of the stem keeps its own name: it has the lower suffix.
+            if new.kind is old.kind and _stem(new.name) == _stem(old.name):
+                if _suffix(new.name) > _suffix(old.name):
+                    self._swap_names(old, new)
 
     def replace_uses(self, old: Value, new: Value, users: Iterable[Node]) -> None:
         """Make just these nodes read ``new`` where they read ``old``."""
@@ -371,7 +383,7 @@ class Graph:
 
     def _unique(self, name: str, kind: Kind) -> str:
         sigil = "@" if kind is Kind.WEIGHT else "%"
-        name = re.sub(r"[^\w.]", "_", name)
+        name = re.sub(r"[^\w.~]", "_", name)
         if sigil + name not in self._names:
             return name
         stem = _stem(name)
@@ -385,3 +397,8 @@ class Graph:
 def _stem(name: str) -> str:
     """A name without the suffix that made it unique."""
     return re.sub(r"~\d+$", "", name)
+
+
+def _suffix(name: str) -> int:
+    """The number that made a name unique, 0 where it has none."""
+    return int(name.partition("~")[2] or 0)

@@ -102,7 +102,9 @@ class Manifest:
             manifest = cls(**body)
             actual = manifest.artifact_id
         except (KeyError, TypeError, AttributeError) as error:
-            raise ManifestError(f"a field is missing, unknown or of a wrong kind: {error}") from None
+            raise ManifestError(
+                f"a field is missing, unknown or of a wrong kind: {error}"
+            ) from None
         if claimed != actual:
             raise ManifestError(f"its content id is {actual}, not {claimed} as it says")
         return manifest

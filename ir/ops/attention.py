@@ -33,7 +33,9 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
-        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        scores = (
+            scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        )
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     if sinks is not None:

@@ -8,7 +8,10 @@ from torch import Tensor
 from octavo.ir.ops.registry import op
 from octavo.ir.types import DTYPES, TensorType
 
-SOURCED = ("checkpoint", "buffer")  # evaluated by whoever holds the model: see interpret.WeightSource
+SOURCED = (
+    "checkpoint",
+    "buffer",
+)  # evaluated by whoever holds the model: see interpret.WeightSource
 
 
 @op

@@ -51,9 +51,7 @@ def _check_norm(name: str, x: TensorType, *params: TensorType | None) -> TensorT
 
 
 @rms_norm.infer
-def _(
-    x: TensorType, weight: TensorType | None = None, **attrs: object
-) -> TensorType:
+def _(x: TensorType, weight: TensorType | None = None, **attrs: object) -> TensorType:
     return _check_norm("rms_norm", x, weight)
 
 

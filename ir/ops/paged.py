@@ -60,9 +60,7 @@ def _check_slot(name: str, kv: KVType, slot: int, k: TensorType, v: TensorType) 
 
 
 @kv_write.infer
-def _(
-    kv: KVType, k: TensorType, v: TensorType, slot_mapping: TensorType, *, slot: int
-) -> KVType:
+def _(kv: KVType, k: TensorType, v: TensorType, slot_mapping: TensorType, *, slot: int) -> KVType:
     _check_slot("kv_write", kv, slot, k, v)
     return kv
 

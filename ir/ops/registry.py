@@ -177,7 +177,9 @@ def _probe(
                 if grown:
                     scale, rest = divmod(grown, _STEP)
                     if rest or isinstance(shapes[index][axis], SymDim):
-                        raise VerifyError(f"{definition.name}: dim {axis} is not affine in a symbol")
+                        raise VerifyError(
+                            f"{definition.name}: dim {axis} is not affine in a symbol"
+                        )
                     offset = base[index].shape[axis] - scale * _PROBE[symbol]
                     shapes[index][axis] = SymDim(symbol, scale, offset)
     return tuple(

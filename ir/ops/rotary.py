@@ -31,7 +31,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     width = cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     head, rest = x[..., :width].to(wide), x[..., width:]
-    turned = head * cos.to(wide).unsqueeze(1) + rotate(head, interleaved) * sin.to(wide).unsqueeze(1)
+    turned = head * cos.to(wide).unsqueeze(1) + rotate(head, interleaved) * sin.to(wide).unsqueeze(
+        1
+    )
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
