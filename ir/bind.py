@@ -61,8 +61,8 @@ def _bind_tensor(value: Value, declared: TensorType, given: Tensor, sizes: dict[
             raise VerifyError(f"{value}: dim {axis} is {size}, which is no value of {dim}")
         if sizes.setdefault(dim.symbol, solved) != solved:
             raise VerifyError(
-                f"{value}: dim {axis} is {size}, so {dim.symbol} would be {solved}; an earlier input "
-                f"has {dim.symbol}={sizes[dim.symbol]}"
+                f"{value}: dim {axis} is {size}, so {dim.symbol} would be {solved}; an earlier "
+                f"input has {dim.symbol}={sizes[dim.symbol]}"
             )
 
 

@@ -44,7 +44,7 @@ def _node(a: Node, b: Node, origins: bool) -> str | None:
     if list(a.attrs) != list(b.attrs):
         return f"attributes differ: {list(a.attrs)} and {list(b.attrs)}"
     for name, value in a.attrs.items():
-        # repr: 1, 1.0 and True are equal in Python but not here, nan is not equal to itself but here.
+        # By repr: 1, 1.0 and True are equal in Python but not here, and nan is not equal to itself.
         if repr(value) != repr(b.attrs[name]):
             return f"attribute {name} differs: {value!r} and {b.attrs[name]!r}"
     return None

@@ -177,12 +177,6 @@ class Graph:
         yield from self.weight_nodes
         yield from self.nodes
 
-    def all_values(self) -> Iterator[Value]:
-        """The parameters, then the results of the weights region and of the step."""
-        yield from self.inputs
-        for node in self.all_nodes():
-            yield from node.outputs
-
     @property
     def weights(self) -> list[Value]:
         """All values of the weights region, in order."""
@@ -258,7 +252,8 @@ class Graph:
         for old, new in zip(olds, news, strict=True):
             self.replace_uses(old, new, self.users(old))
             self.outputs = [new if value is old else value for value in self.outputs]
-            new.origin = new.origin.merged(old.origin)
+            if new.kind is not Kind.INPUT:
+                new.origin = new.origin.merged(old.origin)
             # An older value of the stem keeps its own name: it has the lower suffix.
             if new.kind is old.kind and _stem(new.name) == _stem(old.name):
                 if _suffix(new.name) > _suffix(old.name):
@@ -401,4 +396,5 @@ def _stem(name: str) -> str:
 
 def _suffix(name: str) -> int:
     """The number that made a name unique, 0 where it has none."""
-    return int(name.partition("~")[2] or 0)
+    found = re.search(r"~(\d+)$", name)
+    return int(found.group(1)) if found else 0

@@ -1,4 +1,4 @@
-"""The reference interpreter: runs a graph at any stage, slowly and plainly. The oracle of the passes."""
+"""The reference interpreter: runs a graph at any stage, slowly and plainly; the passes' oracle."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def interpret(
 ) -> list[Result]:
     """Run a graph and return its results in order.
 
-    ``inputs`` maps parameter names without ``%`` to tensors; their shapes give the symbols' sizes. A
-    ``KVState`` is changed in place. ``observe`` sees each node of the step with its results. Raises
-    VerifyError for inputs that do not fit the declared types, and for a node that fails or whose
-    results are not of the declared shape and dtype.
+    ``inputs`` maps parameter names without ``%`` to tensors; their shapes give the sizes of the
+    symbols. A ``KVState`` is changed in place. ``observe`` sees each node of the step with its
+    results. Raises VerifyError for inputs that do not fit the declared types, and for a node that
+    fails or whose results are not of the declared shape and dtype.
     """
     sizes = bind_inputs(graph, inputs)
     cache = weights if isinstance(weights, WeightCache) else WeightCache(graph, weights)

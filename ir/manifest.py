@@ -1,4 +1,4 @@
-"""The artifact's table of contents: the one schema that the compiler writes and the runtime reads."""
+"""The artifact's table of contents: the schema that the compiler writes and the runtime reads."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ _ORIGIN = re.compile(r"(?:hf: (\S+)(?: (?!from:)(\S+))?)? ?(?:from: (.+))?")
 def parse_graph(text: str, name: str = "<text>", *, first_line: int = 1) -> Graph:
     """Read one graph. ``name`` and ``first_line`` say where the text stands, for error messages.
 
-    Raises ParseError with file, line, column and a caret for anything that is not a graph, for a type
-    on the left that is not what the op gives, and for what the op itself refuses.
+    Raises ParseError with file, line, column and a caret for anything that is not a graph, for a
+    type on the left that is not what the op gives, and for what the op itself refuses.
     """
     return _Parser(Source(text, name, first_line)).graph()
 

@@ -13,9 +13,9 @@ from octavo.ir.types import KVType
 def verify(graph: Graph) -> None:
     """Raise VerifyError unless the graph keeps the rules of the IR.
 
-    Every value has one definition, before its uses, under a name of its own; the weights region reads
-    only weights; operands, attributes and result types are what the op declares; the KV state is a
-    single thread, since its caches are changed in place.
+    Every value has one definition, before its uses, under a name of its own; the weights region
+    reads only weights; operands, attributes and result types are what the op declares; the KV state
+    is a single thread, since its caches are changed in place.
     """
     defined: set[Value] = set()
     for value in graph.inputs:
@@ -42,8 +42,8 @@ def _define(
         raise VerifyError(f"{value}: another value has this name; use Graph.rename to name a value")
     if value.producer is not producer or value.kind is not kind:
         raise VerifyError(
-            f"{value}: expected kind {kind.value} made by {producer}, got {value.kind.value} made by "
-            f"{value.producer}; add nodes through the graph's methods"
+            f"{value}: expected a value of kind {kind.value} made by {producer}, got one of kind "
+            f"{value.kind.value} made by {value.producer}; add nodes through the graph's methods"
         )
     defined.add(value)
 
@@ -57,7 +57,7 @@ def _check_node(graph: Graph, node: Node, kind: Kind, defined: set[Value]) -> No
             )
         if value not in defined:
             raise VerifyError(
-                f"{where}: reads {value}, which is not defined before it; move the node or its operand"
+                f"{where}: reads {value}, which is not defined before it; move one of the two"
             )
         if node not in graph.users(value):
             raise VerifyError(

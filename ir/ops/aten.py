@@ -1,8 +1,8 @@
 """``aten.<name>.<overload>``: the ops that PyTorch runs for us because we have no meaning for them.
 
-Operands are the call's tensors in the order of the schema. Other arguments are attributes under the
-schema's names. A list of tensors is an attribute that refers to operands: ``tensors=[$0, $1]``; plain
-tensor arguments take the operands that no list refers to, in order.
+Operands are the call's tensors in the order of the schema. Other arguments are attributes under
+the schema's names. A list of tensors is an attribute that refers to operands:
+``tensors=[$0, $1]``; plain tensor arguments take the operands that no list refers to, in order.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def rms_norm(
 ) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)`` (Zhang and Sennrich 2019).
 
-    ``weight_offset`` is 1 in Gemma. ``round_first`` rounds to the dtype of ``x`` before the weight is
-    applied, as Llama does; otherwise the weight is applied in f32.
+    ``weight_offset`` is 1 in Gemma. ``round_first`` rounds to the dtype of ``x`` before the weight
+    is applied, as Llama does; otherwise the weight is applied in f32.
     """
     wide = _wide(x)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,7 +1,7 @@
 """Attention on the paged KV cache, and the writes into it.
 
-The reference state is a ``KVState``: plain tensors, one pair a slot. Operand layouts are those of the
-step (docs/architecture.md).
+The reference state is a ``KVState``: plain tensors, one pair a slot. Operand layouts are those of
+the step (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.ir.types import KVType, TensorType
 
 @dataclass(frozen=True)
 class KVState:
-    """The caches: for each slot a key and a value tensor ``[num_blocks, block_size, heads, dim]``."""
+    """A key and a value cache ``[num_blocks, block_size, heads, dim]`` for each slot."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

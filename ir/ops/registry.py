@@ -138,12 +138,21 @@ def infer_types(
 
     Remembered by op, operand types and attributes: the layers of a model ask the same questions.
     """
-    return _infer_cached(name, tuple(operands), tuple(attrs.items()))
+    kinds = tuple(map(_kind, attrs.values()))
+    return _infer_cached(name, tuple(operands), tuple(attrs.items()), kinds)
+
+
+def _kind(value: Any) -> object:
+    """What tells 1, 1.0 and True apart, which are one key in Python but give other dtypes."""
+    return tuple(map(_kind, value)) if isinstance(value, tuple) else type(value)
 
 
 @lru_cache(maxsize=65536)
 def _infer_cached(
-    name: str, operands: tuple[Type | None, ...], attrs: tuple[tuple[str, Any], ...]
+    name: str,
+    operands: tuple[Type | None, ...],
+    attrs: tuple[tuple[str, Any], ...],
+    kinds: tuple[object, ...],
 ) -> tuple[Type, ...]:
     definition = op_def(name)
     definition.check_operands(operands)
