@@ -1,0 +1,107 @@
+"""The Hugging Face model without its weights: parameters on the meta device, buffers real."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers import AutoModelForCausalLM
+
+from octavo.frontend.refused import RefusedArchitecture, gist
+
+
+def build_model(config: Any, dtype: torch.dtype, **implementations: str) -> Any:
+    """AutoModelForCausalLM for a config, in a dtype, in eval mode, with no weights in memory.
+
+    Buffers that no checkpoint holds are computed for real, by the same initialisation that
+    transformers runs after loading a checkpoint. Raises RefusedArchitecture.
+    """
+    try:
+        with torch.device("meta"), _quiet():
+            # The model keeps, and changes, the config that it is given.
+            own = copy.deepcopy(config)
+            model = AutoModelForCausalLM.from_config(own, dtype=dtype, **implementations)
+    except Exception as error:  # model classes raise whatever their constructor finds
+        reason = f"transformers cannot build it: {gist(error)}"
+        if isinstance(error, KeyError) and set(implementations.values()) & set(error.args):
+            reason = "attention does not go through transformers' attention interface"
+        raise RefusedArchitecture(f"{config.model_type}: {reason}") from error
+    model.eval()
+    for module in model.modules():
+        _compute_buffers(model, module)
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Advice about saving and generating is for users of the model, not of the compiler."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _compute_buffers(model: Any, module: nn.Module) -> None:
+    computed = [name for name in module._non_persistent_buffers_set if _on_meta(module, name)]
+    if not computed:
+        return
+    for name in computed:
+        buffer = module._buffers[name]
+        # NaN shows up in the check against Hugging Face when an initialisation forgets a buffer.
+        fill = torch.nan if buffer.is_floating_point() else 0
+        module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
+    with torch.no_grad():
+        model._init_weights(module)
+
+
+def _on_meta(module: nn.Module, name: str) -> bool:
+    buffer = module._buffers.get(name)
+    return buffer is not None and buffer.is_meta
+
+
+def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that no checkpoint holds, by qualified name."""
+    return {name: buffer for name, buffer in model.named_non_persistent_buffers()}
+
+
+@contextmanager
+def parameters_on_cpu(model: nn.Module) -> Iterator[None]:
+    """Give the model fake CPU parameters: shapes without storage, on the device of the buffers.
+
+    Tracing on the meta device would bake that device into the graph and lose the numbers of
+    constants that a forward pass makes on the device of its inputs.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    places = [
+        (table, name, tensor)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    fakes: dict[int, Tensor] = {}  # tied parameters stay one
+    try:
+        for table, name, tensor in places:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(mode, tensor)
+            table[name] = fakes[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
