@@ -242,6 +242,7 @@ class Graph:
     def replace_all(self, olds: Value | Sequence[Value], news: Value | Sequence[Value]) -> None:
         """Make every reader of each old value read the new one, results of the graph included.
 
+        Only the node that makes the new value keeps reading the old one.
         A new value that was named after the old one takes over its name, so that names stay the
         same through the passes; its origin takes in the old one's values. The old producers stay
         until they are erased or swept.
@@ -250,7 +251,9 @@ class Graph:
         news = [news] if isinstance(news, Value) else news
         assert len(olds) == len(news), "as many new values as old ones"
         for old, new in zip(olds, news, strict=True):
-            self.replace_uses(old, new, self.users(old))
+            # The new value may itself be made from the old one, as in a cast of it.
+            readers = [user for user in self.users(old) if user is not new.producer]
+            self.replace_uses(old, new, readers)
             self.outputs = [new if value is old else value for value in self.outputs]
             if new.kind is not Kind.INPUT:
                 new.origin = new.origin.merged(old.origin)

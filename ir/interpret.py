@@ -13,6 +13,7 @@ from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import op_def, resolve
 from octavo.ir.ops.paged import KVState
+from octavo.ir.ops.registry import EVALUATION_ERRORS, reason
 from octavo.ir.weight_cache import WeightCache, WeightSource
 
 __all__ = ["Observer", "Result", "WeightCache", "WeightSource", "interpret"]
@@ -62,8 +63,8 @@ def _run(node: Node, operands: list[Result | None], sizes: Mapping[str, int]) ->
     attrs: dict[str, Any] = {name: resolve(value, sizes) for name, value in node.attrs.items()}
     try:
         found = op_def(node.op).evaluate(*operands, **attrs)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise VerifyError(f"{node} fails: {error}") from error
+    except EVALUATION_ERRORS as error:
+        raise VerifyError(f"{node} fails: {reason(error)}") from error
     results = list(found) if isinstance(found, tuple | list) else [found]
     if len(results) != len(node.outputs):
         raise VerifyError(f"{node}: expected {len(node.outputs)} results, got {len(results)}")

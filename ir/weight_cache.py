@@ -12,6 +12,7 @@ from octavo.ir.bind import check_result
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import op_def
+from octavo.ir.ops.registry import EVALUATION_ERRORS, reason
 from octavo.ir.types import tensor_type
 
 DEFAULT_LIMIT_BYTES = 1 << 30
@@ -65,8 +66,8 @@ class WeightCache:
         operands = [None if value is None else self.get(value) for value in node.inputs]
         try:
             found = op_def(node.op).evaluate(*operands, **node.attrs)
-        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-            raise VerifyError(f"{node} fails: {error}") from error
+        except EVALUATION_ERRORS as error:
+            raise VerifyError(f"{node} fails: {reason(error)}") from error
         return list(found) if isinstance(found, tuple | list) else [found]
 
     def _loaded(self, node: Node) -> Tensor:

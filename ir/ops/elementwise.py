@@ -3,17 +3,23 @@ for a second operand that is a Python number."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ir.errors import VerifyError
 from octavo.ir.ops.registry import op
 from octavo.ir.types import DTYPES
 
 
 def _second(y: Tensor | None, scalar: float | None) -> Tensor | float:
-    assert (y is None) != (scalar is None), "exactly one of the second operand and scalar"
-    return scalar if y is None else y  # type: ignore[return-value]
+    if y is not None and scalar is None:
+        return y
+    if y is None and scalar is not None:
+        return scalar
+    raise VerifyError("exactly one of the second operand and the attribute scalar must be given")
 
 
 @op
@@ -124,7 +130,7 @@ def softcap(x: Tensor, *, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -80,6 +80,24 @@ class OpDef:
                 raise VerifyError(f"{self.name}: operand {self.operands[index]!r} is missing")
 
 
+# What PyTorch raises for operands and attributes that do not fit.
+EVALUATION_ERRORS = (
+    RuntimeError,
+    IndexError,
+    KeyError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+)
+
+
+def reason(error: Exception) -> str:
+    """One line that says why an evaluation failed."""
+    if isinstance(error, KeyError):
+        return f"unknown {error}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 _OPS: dict[str, OpDef] = {}
 
 
@@ -214,8 +232,7 @@ def _run_on_meta(
     resolved = {name: resolve(value, sizes) for name, value in attrs.items()}
     try:
         result = definition.evaluate(*tensors, **resolved)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+    except EVALUATION_ERRORS as error:
         shown = ", ".join(map(str, operands))
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise VerifyError(f"{definition.name}({shown}): {reason}") from None
+        raise VerifyError(f"{definition.name}({shown}): {reason(error)}") from None
     return tuple(result) if isinstance(result, tuple | list) else (result,)

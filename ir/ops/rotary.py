@@ -41,8 +41,11 @@ def check_rotary(name: str, x: TensorType, cos: TensorType, sin: TensorType) -> 
     """Raise VerifyError unless x is ``[T, heads, D]`` and the tables are ``[T, D_rot]``."""
     if x.rank != 3 or cos.rank != 2 or cos.shape != sin.shape or cos.shape[0] != x.shape[0]:
         raise VerifyError(f"{name}: {x} does not fit the tables {cos} and {sin}")
-    if cos.shape[1] > x.shape[2] or cos.shape[1] % 2:
-        raise VerifyError(f"{name}: rotary dim {cos.shape[1]} must be even, at most {x.shape[2]}")
+    width, head_dim = cos.shape[1], x.shape[2]
+    if not isinstance(width, int) or not isinstance(head_dim, int):
+        raise VerifyError(f"{name}: {x} and the tables {cos} must be static but for the tokens")
+    if width > head_dim or width % 2:
+        raise VerifyError(f"{name}: rotary dim {width} must be even, at most {head_dim}")
 
 
 @rotary.infer

@@ -87,7 +87,8 @@ def _(x: TensorType, *, dim: int) -> TensorType:
 @op
 def slice_(x: Tensor, *, dim: int, start: int, end: int, step: int = 1) -> Tensor:
     """``x[start:end:step]`` along a dim."""
-    return torch.ops.aten.slice.Tensor(x, dim, start, end, step)
+    cut: Tensor = torch.ops.aten.slice.Tensor(x, dim, start, end, step)
+    return cut
 
 
 @op
@@ -99,7 +100,7 @@ def select(x: Tensor, *, dim: int, index: int) -> Tensor:
 @op
 def split(x: Tensor, *, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
     """Cut along a dim into pieces of the given sizes."""
-    return torch.split(x, sizes, dim)
+    return torch.split(x, list(sizes), dim)
 
 
 @op
