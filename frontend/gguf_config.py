@@ -103,8 +103,8 @@ def _mapped_values(header: GgufHeader, model_type: str) -> dict[str, Any]:
         if attribute is not None and value is not None:
             values[attribute] = value
     for gguf_key, attribute in mapping["tokenizer"].items():
-        if attribute and (value := header.metadata.get(f"tokenizer.{gguf_key}")) is not None:
-            values[attribute] = value
+        if attribute:  # None where the file is silent: the class default is another model's id
+            values[attribute] = header.metadata.get(f"tokenizer.{gguf_key}")
     return values
 
 
