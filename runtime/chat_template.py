@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -174,7 +175,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _refuse_underscore(name: str) -> None:
     if name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a namespace may not hold {name!r}")
+        raise SecurityError(f"a namespace may not hold {name!r}")
 
 
 def _raise_exception(message: str) -> None:

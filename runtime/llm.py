@@ -125,6 +125,11 @@ class LLM:
         named = {ours: config.get(theirs) for theirs, ours in _GENERATION_CONFIG_NAMES.items()}
         return SamplingParams(**{k: v for k, v in named.items() if v is not None})
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model knows: 0 to ``vocab_size - 1``."""
+        return self.artifact.manifest.vocab_size
+
     def stats(self) -> EngineStats:
         """Totals since this LLM was made, and its state now."""
         return self.engine.stats()
@@ -140,7 +145,7 @@ class LLM:
         return parse_prompts(
             prompts,
             tokenizer=self._tokenizer,
-            vocab_size=self.artifact.manifest.vocab_size,
+            vocab_size=self.vocab_size,
             max_model_len=self.engine.max_model_len,
             add_special_tokens=add_special_tokens,
         )
@@ -183,7 +188,7 @@ class LLM:
             raise InvalidRequest(f"sampling parameters must be SamplingParams, got {params!r:.80}")
         # A copy, checked again: its fields may have been set since it was made, and may be later.
         params = dataclasses.replace(params)
-        vocab_size = self.artifact.manifest.vocab_size
+        vocab_size = self.vocab_size
         for token_id in params.stop_token_ids or ():
             if token_id >= vocab_size:
                 raise InvalidRequest(

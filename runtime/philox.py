@@ -48,4 +48,5 @@ def uniforms(
     high, low, _, _ = philox4x32(counter, np.stack([seed & _LOW, seed >> _HALF]))
     # 27 + 26 bits, as NumPy's and the Mersenne Twister's doubles are made.
     bits = (high >> np.uint64(5)) * np.uint64(2**26) + (low >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    values: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return values

@@ -58,13 +58,14 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
             picked = allowed if len(drawn) == len(rows) else allowed[drawn]
-            for i, token_id in zip(drawn, _draw(picked, [rows[i] for i in drawn])):
+            ids = _draw(picked, [rows[i] for i in drawn])
+            for i, token_id in zip(drawn, ids, strict=True):
                 token_ids[i] = token_id
         logprobs = _logprobs(logits, token_ids, rows)
         faults = (~torch.isfinite(best)).tolist()
     return [
         SampledToken(token_id, row_logprobs, _NOT_FINITE if is_fault else None)
-        for token_id, row_logprobs, is_fault in zip(token_ids, logprobs, faults)
+        for token_id, row_logprobs, is_fault in zip(token_ids, logprobs, faults, strict=True)
     ]
 
 
@@ -107,7 +108,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     # The first token whose cumulative weight exceeds the goal: one of weight zero never does.
     goal = torch.minimum(goal, torch.nextafter(totals, torch.zeros_like(totals)))
     chosen = torch.searchsorted(cumulative, goal, right=True)[:, 0]
-    return chosen.clamp(max=logits.shape[1] - 1).tolist()  # type: ignore[no-any-return]
+    return chosen.clamp(max=logits.shape[1] - 1).tolist()
 
 
 def _logprobs(
@@ -121,13 +122,12 @@ def _logprobs(
     values = torch.log_softmax(logits[asked], dim=-1, dtype=torch.float32)
     vocab_size = values.shape[-1]
     counts = [_num_top(rows[i].params.logprobs, vocab_size) for i in asked]
-    chosen = values.gather(
-        1, torch.tensor([token_ids[i] for i in asked], device=values.device)[:, None]
-    )
+    chosen_ids = torch.tensor([token_ids[i] for i in asked], device=values.device)
+    chosen = values.gather(1, chosen_ids[:, None])
     ranks = (values > chosen).sum(dim=-1) + 1
     top_values, top_ids = values.topk(max(counts), dim=-1)
-    columns = zip(chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top_values.tolist())
-    for i, count, (value, rank, ids, tops) in zip(asked, counts, columns):
+    columns = (asked, counts, chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist())
+    for i, count, value, rank, ids, tops in zip(*columns, top_values.tolist(), strict=True):
         found[i] = TokenLogprobs(value, rank, tuple(ids[:count]), tuple(tops[:count]))
     return found
 

@@ -1,0 +1,30 @@
+"""The toy artifact, once a test and once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.runtime.llm import LLM
+from tests.runtime.toy_artifact import write_toy_artifact
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A toy artifact that the test may damage."""
+    write_toy_artifact(tmp_path / "toy")
+    return tmp_path / "toy"
+
+
+@pytest.fixture(scope="session")
+def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy artifact to read only."""
+    folder = tmp_path_factory.mktemp("shared") / "toy"
+    write_toy_artifact(folder)
+    return folder
+
+
+@pytest.fixture
+def llm(shared_toy: Path) -> LLM:
+    return LLM(shared_toy)

@@ -1,0 +1,113 @@
+"""Nonsense is refused with one clear line; what is not built is never ignored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.ir.errors import OctavoError
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.sampling_params import SamplingParams
+
+BAD: list[tuple[str, Any, str]] = [
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", math.nan, "finite"),
+    ("temperature", math.inf, "finite"),
+    ("temperature", "1", "a number"),
+    ("temperature", True, "a number"),
+    ("temperature", None, "a number"),
+    ("top_p", 0.0, "above 0"),
+    ("top_p", -1.0, "above 0"),
+    ("top_p", 1.01, "at most 1"),
+    ("top_p", math.nan, "finite"),
+    ("top_k", -2, "at least -1"),
+    ("top_k", 1.5, "an integer"),
+    ("top_k", True, "an integer"),
+    ("min_p", -0.1, "at least 0"),
+    ("min_p", 1.1, "at most 1"),
+    ("seed", 1.0, "an integer"),
+    ("seed", 2**64, "at most"),
+    ("seed", -(2**63) - 1, "at least"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -1, "at least 1"),
+    ("max_tokens", 2.0, "an integer"),
+    ("min_tokens", -1, "at least 0"),
+    ("min_tokens", 17, "must not exceed max_tokens=16"),
+    ("logprobs", -2, "at least -1"),
+    ("logprobs", True, "an integer"),
+    ("stop", "", "empty string"),
+    ("stop", ["a", ""], "empty string"),
+    ("stop", [1], "a string or a list"),
+    ("stop", 1, "a string or a list"),
+    ("stop_token_ids", [-1], "at least 0"),
+    ("stop_token_ids", [True], "an integer"),
+    ("stop_token_ids", "12", "a list of integers"),
+    ("stop_token_ids", 12, "a list of integers"),
+    ("ignore_eos", 1, "True or False"),
+    ("skip_special_tokens", None, "True or False"),
+    ("n", 2, "not supported"),
+    ("n", True, "an integer"),
+    ("n", 0, "not supported"),
+    ("best_of", 2, "not supported"),
+    ("repetition_penalty", 1.1, "not supported"),
+    ("repetition_penalty", math.nan, "finite"),
+    ("presence_penalty", 0.5, "not supported"),
+    ("frequency_penalty", -0.5, "not supported"),
+    ("prompt_logprobs", 0, "not supported"),
+    ("logit_bias", {1: 2.0}, "not supported"),
+    ("bad_words", ["x"], "not supported"),
+    ("allowed_token_ids", [1], "not supported"),
+    ("structured_outputs", object(), "not supported"),
+    ("truncate_prompt_tokens", 5, "not supported"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_a_bad_value_is_named_in_one_line(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    text = str(caught.value)
+    assert name in text
+    assert message in text
+    assert "\n" not in text
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, OctavoError)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
+        {"logit_bias": None, "bad_words": [], "logits_processors": []},
+        {"top_k": -1},
+        {"top_k": 0, "seed": -1},
+        {"temperature": 0, "top_p": 1, "min_p": 0},
+        {"max_tokens": None, "min_tokens": 100},
+    ],
+)
+def test_values_that_change_nothing_are_accepted(neutral: dict[str, Any]) -> None:
+    params = SamplingParams(**neutral)
+    assert params.top_k == 0
+    assert params.seed is None
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(top_k=np.int64(5), temperature=np.float32(0.5), max_tokens=np.int32(3))
+    assert (params.top_k, params.temperature, params.max_tokens) == (5, 0.5, 3)
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="###").stop == ("###",)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidRequest, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
