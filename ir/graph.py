@@ -168,8 +168,8 @@ class Graph:
         """True when a printed name (``%x`` or ``@w``) is taken."""
         return name in self._names
 
-    def values(self) -> list[Value]:
-        """All values: parameters, weights, results of the step's nodes."""
+    def named_values(self) -> list[Value]:
+        """All values in the register of names, in no order: for the verifier."""
         return list(self._names.values())
 
     def all_nodes(self) -> Iterator[Node]:

@@ -27,8 +27,8 @@ def verify(graph: Graph) -> None:
     for value in graph.outputs:
         if value not in defined:
             raise VerifyError(f"return: {value} is not defined in the graph; replace or restore it")
-    if len(graph.values()) != len(defined):
-        lost = [str(value) for value in graph.values() if value not in defined]
+    if len(graph.named_values()) != len(defined):
+        lost = [str(value) for value in graph.named_values() if value not in defined]
         raise VerifyError(f"{lost[0]}: its node is in no region; use Graph.erase to remove a node")
     _check_kv(graph)
 

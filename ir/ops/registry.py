@@ -85,6 +85,7 @@ EVALUATION_ERRORS = (
     RuntimeError,
     IndexError,
     KeyError,
+    AttributeError,
     ValueError,
     TypeError,
     NotImplementedError,
@@ -174,9 +175,13 @@ def _infer_cached(
 ) -> tuple[Type, ...]:
     definition = op_def(name)
     definition.check_operands(operands)
-    if definition.infer_rule is None:
-        return _probe(definition, operands, dict(attrs))
-    result = definition.infer_rule(*operands, **dict(attrs))
+    try:
+        if definition.infer_rule is None:
+            return _probe(definition, operands, dict(attrs))
+        result = definition.infer_rule(*operands, **dict(attrs))
+    except EVALUATION_ERRORS as error:
+        shown = ", ".join(map(str, operands))
+        raise VerifyError(f"{name}({shown}): {reason(error)}") from None
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -223,16 +228,13 @@ def _run_on_meta(
 ) -> tuple[Tensor, ...]:
     tensors = []
     for operand in operands:
-        assert not isinstance(operand, KVType), f"{definition.name} on the KV state needs a rule"
+        if isinstance(operand, KVType):
+            raise VerifyError(f"{definition.name} does not take a KV state")
         tensors.append(
             torch.empty(operand.sizes(sizes), dtype=operand.torch_dtype, device="meta")
             if operand is not None
             else None
         )
     resolved = {name: resolve(value, sizes) for name, value in attrs.items()}
-    try:
-        result = definition.evaluate(*tensors, **resolved)
-    except EVALUATION_ERRORS as error:
-        shown = ", ".join(map(str, operands))
-        raise VerifyError(f"{definition.name}({shown}): {reason(error)}") from None
+    result = definition.evaluate(*tensors, **resolved)
     return tuple(result) if isinstance(result, tuple | list) else (result,)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.ops.registry import op
-from octavo.ir.types import Dim, SymDim, TensorType
+from octavo.ir.types import DTYPE_NAMES, Dim, SymDim, TensorType
 
 
 @op
@@ -109,7 +109,39 @@ def concat(*xs: Tensor, dim: int) -> Tensor:
     return torch.cat(xs, dim)
 
 
+@concat.infer
+def _(*xs: TensorType, dim: int) -> TensorType:
+    first = xs[0]
+    if not -first.rank <= dim < first.rank:
+        raise VerifyError(f"concat: {first} has no dim {dim}")
+    axis = dim % first.rank
+    before, after = first.shape[:axis], first.shape[axis + 1 :]
+    for x in xs:
+        if x.rank != first.rank or (x.shape[:axis], x.shape[axis + 1 :]) != (before, after):
+            raise VerifyError(f"concat: {first} and {x} differ beside dim {dim}")
+    promoted = torch.cat([torch.ones(1, dtype=x.torch_dtype) for x in xs]).dtype
+    return TensorType(DTYPE_NAMES[promoted], (*before, _sum(xs, axis), *after))
+
+
+def _sum(xs: tuple[TensorType, ...], axis: int) -> Dim:
+    dims = [x.shape[axis] for x in xs]
+    symbolic = [dim for dim in dims if isinstance(dim, SymDim)]
+    offset = sum(dim.offset if isinstance(dim, SymDim) else dim for dim in dims)
+    if not symbolic:
+        return offset
+    if len({dim.symbol for dim in symbolic}) > 1:
+        raise VerifyError(f"concat: the sum of the dims {dims} is not affine in one symbol")
+    return SymDim(symbolic[0].symbol, sum(dim.scale for dim in symbolic), offset)
+
+
 @op
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]`` along the first dim."""
     return x.index_select(0, rows)
+
+
+@gather_rows.infer
+def _(x: TensorType, rows: TensorType) -> TensorType:
+    if rows.dtype not in ("i64", "i32") or rows.rank != 1 or x.rank == 0:
+        raise VerifyError(f"gather_rows: needs a vector of integers, got {rows}")
+    return x.with_shape(rows.shape[0], *x.shape[1:])
