@@ -89,8 +89,8 @@ def count_layers(graph: Graph) -> int:
 def summarize(misses: Sequence[Missed], num_layers: int) -> str:
     """One line: ``31 of 32 layers; layer 5: bias on k_proj``; empty when nothing was missed.
 
-    It opens with the layers that nothing was missed in. Equal reasons are told once, with the layers
-    they hold for; what lies outside the layers goes by its name.
+    It opens with the layers that nothing was missed in. Equal reasons are told once, with the
+    layers they hold for; what lies outside the layers goes by its name.
     """
     if not misses:
         return ""

@@ -56,9 +56,10 @@ class Attr:
 class Op(Pattern):
     """The result of an op whose operands and attributes match.
 
-    ``name`` may hold alternatives, ``"silu|gelu"``. Absent optional operands count for nothing, so an
-    op is matched with just the operands it has. Attributes that are not named may be anything. An
-    op of COMMUTATIVE is tried with its two operands in either order. ``bind`` remembers the node.
+    ``name`` may hold alternatives, ``"silu|gelu"``. Absent optional operands count for nothing, so
+    an op is matched with just the operands it has. Attributes that are not named may be anything.
+    An op of COMMUTATIVE is tried with its two operands in either order. ``bind`` remembers the
+    node.
     """
 
     def __init__(

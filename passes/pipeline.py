@@ -35,6 +35,23 @@ PIPELINE: tuple[str, ...] = (
     "fold-positions",
     # What folding left bare: casts of tables, reshapes around the look-ups.
     "clean",
+    # Products first, the other raising passes look for linears and their biases.
+    "raise-linear",
+    "raise-norm",
+    "raise-rotary",
+    "raise-softcap",
+    "raise-activation",
+    # The cache holds what attention sees, so k has to be rotated and normed by now.
+    "page-attention",
+    # After paging: an encoder that failed to page needs all of its rows.
+    "logit-rows",
+    # The layouts that rotary and paging asked for meet here, and their transposes cancel.
+    "clean",
+    # Before the fusions: one product then feeds the rotation and the gated activation.
+    "merge-linears",
+    "fuse-add-norm",
+    "fuse-rotary-kv-write",
+    "clean",
 )
 
 
@@ -69,8 +86,8 @@ def run_pipeline(
 ) -> list[Stage]:
     """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
 
-    ``on_stage`` sees each stage while the graph is in that state. Raises VerifyError, naming the pass,
-    when a pass leaves a graph that breaks a rule.
+    ``on_stage`` sees each stage while the graph is in that state. Raises VerifyError, naming the
+    pass, when a pass leaves a graph that breaks a rule.
     """
     context = PassContext(max_position)
     functions = [(name, find_pass(name)) for name in passes]
@@ -108,12 +125,12 @@ def run_pass(graph: Graph, name: str, function: PassFunction, report: Report) ->
 
 def _own_origins(graph: Graph) -> None:
     # A value made during the pass inherits the origin of what it stands for, and so these names.
-    for value in graph.all_values():
+    for value in graph.named_values():
         value.origin = replace(value.origin, values=(str(value),))
 
 
 def _drop_own_origins(graph: Graph) -> None:
-    for value in graph.all_values():
+    for value in graph.named_values():
         if value.origin.values == (str(value),):
             value.origin = replace(value.origin, values=())
 

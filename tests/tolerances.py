@@ -1,7 +1,7 @@
 """How far apart two computations of the same numbers may be: the one table.
 
-Differences are measured as ``max |a - b| / max(1, max |b|)``: absolute for small values, relative to the
-largest for large ones, since a sum's error grows with its largest terms.
+Differences are measured as ``max |a - b| / max(1, max |b|)``: absolute for small values,
+relative to the largest for large ones, since a sum's error grows with its largest terms.
 """
 
 from __future__ import annotations
