@@ -1,0 +1,82 @@
+"""Attention over whole sequences becomes attention on the paged KV cache (Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.types import KVType, SlotShape, SymDim, TensorType
+from octavo.passes.base import Report, register_pass
+
+_T, _S, _B = SymDim("T"), SymDim("S"), SymDim("B")
+STEP_INPUTS = {
+    "slot_mapping": TensorType("i64", (_T,)),
+    "block_table": TensorType("i32", (_S, _B)),
+    "query_start": TensorType("i32", (SymDim("S", 1, 1),)),
+    "seq_lens": TensorType("i32", (_S,)),
+}
+
+
+@register_pass("page-attention")
+def page_attention(graph: Graph, report: Report) -> int:
+    """Write each attention's K and V into a slot of the cache and read them through block tables.
+
+    Slots are numbered in the order of the calls, since some models call a layer many times and some
+    attend twice in a layer. Calls with the very same K and V share a slot, and it is written once.
+    """
+    calls = graph.find("attention")
+    if not calls or not all([_is_pageable(node, report) for node in calls]):
+        return 0
+    pairs = list(dict.fromkeys((node.operand(1), node.operand(2)) for node in calls))
+    kv_type = KVType(calls[0].operand(1).dtype, tuple(_slot_shape(k, v) for k, v in pairs))
+    step = {name: graph.add_input(name, tensor) for name, tensor in STEP_INPUTS.items()}
+    kv = graph.add_input("kv", kv_type)
+    written: set[int] = set()
+    for node in calls:
+        slot = pairs.index((node.operand(1), node.operand(2)))
+        if slot not in written:
+            written.add(slot)
+            kv = _write(graph, node, kv, step["slot_mapping"], slot)
+        _read(graph, node, kv, step, slot)
+    graph.outputs.append(kv)
+    return len(calls)
+
+
+def _is_pageable(node: Node, report: Report) -> bool:
+    if not node.attrs["causal"]:
+        return report.missed(node, "it is not causal: later tokens would change what is cached")
+    if len(node.inputs) > 4 and node.inputs[4] is not None:
+        return report.missed(node, "it adds a bias of its own to the scores")
+    if node.operand(0).shape[0] != 1:
+        return report.missed(node, f"its batch dim is {node.operand(0).shape[0]}, not 1")
+    return True
+
+
+def _slot_shape(k: Value, v: Value) -> SlotShape:
+    return SlotShape(k.shape[1], k.shape[3], v.shape[3])
+
+
+def _write(graph: Graph, node: Node, kv: Value, slot_mapping: Value, slot: int) -> Value:
+    k, v = (_tokens_first(graph, node, node.operand(index)) for index in (1, 2))
+    name = f"{node.output.name}.kv"
+    write = graph.insert_before(node, "kv_write", kv, k, v, slot_mapping, slot=slot, name=name)
+    return write.output
+
+
+def _read(graph: Graph, node: Node, kv: Value, step: dict[str, Value], slot: int) -> None:
+    q = _tokens_first(graph, node, node.operand(0))
+    sinks = node.inputs[3] if len(node.inputs) > 3 else None
+    kept = {name: node.attrs[name] for name in ("scale", "window", "chunk", "softcap")}
+    tables = (step["block_table"], step["query_start"], step["seq_lens"])
+    paged = graph.insert_before(node, "paged_attention", q, kv, *tables, sinks, slot=slot, **kept)
+    name = node.output.name
+    batched = graph.insert_before(node, "unsqueeze", paged.output, dim=0, name=f"{name}.batched")
+    graph.replace_all(node.output, batched.output)
+    graph.erase(node)
+    graph.rename(paged.output, name)
+
+
+def _tokens_first(graph: Graph, anchor: Node, x: Value) -> Value:
+    """``[1, H, T, D]`` to ``[T, H, D]``; the transpose cancels with the one that made it."""
+    flat = graph.insert_before(anchor, "squeeze", x, dim=0, name=x.name, origin=x.origin).output
+    return graph.insert_before(
+        anchor, "transpose", flat, dim0=0, dim1=1, name=x.name, origin=x.origin
+    ).output
