@@ -1,0 +1,45 @@
+"""What tests of several folders share: the real model, fetched and compiled once a session."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parent.parent
+GGUF = ROOT / ".cache" / "demo.gguf"
+
+
+@pytest.fixture(scope="session")
+def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all workers of this test session see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(session_dir: Path) -> Path:
+    """SmolLM2-135M-Instruct as a GGUF, Q4_1, fetched as `make demo` fetches it."""
+    with FileLock(session_dir / "gguf.lock"):
+        if not GGUF.exists():
+            relative = str(GGUF.relative_to(ROOT))
+            done = subprocess.run(
+                ["make", relative], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                pytest.skip(f"SmolLM2 could not be fetched: {done.stderr[-200:]}")
+    return GGUF
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, session_dir: Path) -> Path:
+    """SmolLM2 compiled for the cpu target in float32: an artifact directory."""
+    from octavo.compile import compile_model
+
+    artifact = session_dir / "smollm2"
+    with FileLock(session_dir / "smollm2.lock"):
+        if not artifact.exists():
+            compile_model(smollm2_gguf, artifact, dtype="float32", target="cpu", progress=False)
+    return artifact
