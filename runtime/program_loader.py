@@ -55,7 +55,11 @@ class ListedSources(MetaPathFinder, ExecutionLoader):
             return None
         if not self.is_package(fullname) and self._source_name(fullname) not in self._sources:
             return None
-        return spec_from_loader(fullname, self)
+        spec = spec_from_loader(fullname, self)
+        if spec is not None and self.is_package(fullname):
+            # An empty path: Python's own finder must not look into the folder behind our back.
+            spec.submodule_search_locations = []
+        return spec
 
     def is_package(self, fullname: str) -> bool:
         folder = self._stem(fullname)
