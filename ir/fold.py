@@ -11,6 +11,8 @@ printed as a hole, ``{i}``, ``{i+1}`` or ``{2*i+3}``; ``expand(fold(lines)) == l
 
 from __future__ import annotations
 
+import operator
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -174,24 +176,41 @@ def _plan(lines: Sequence[_Line], start: int, stop: int) -> Iterator[_Plain | _F
 
 
 def _best(lines: Sequence[_Line], start: int, stop: int) -> _Fold | None:
-    ids = _skeleton_ids(lines[start:stop])
+    ids, sums = _columns(lines[start:stop])
     best: _Fold | None = None
     for period in range(1, len(ids) // MIN_REPEATS + 1):
-        for left, right in _runs(ids[:-period] == ids[period:], 2 * period):
-            found = _steady(lines, start + left, start + right, period)
+        first, second, third = (slice(k * period, len(ids) - (2 - k) * period) for k in range(3))
+        steady = (
+            (ids[first] == ids[second])
+            & (ids[second] == ids[third])
+            & (sums[second] - sums[first] == sums[third] - sums[second])
+        )
+        for left, right in _runs(steady, period):
+            found = _Fold(start + left, period, (right - left) // period + 2)
             # The shorter body wins a draw: it comes first.
-            if found and found.saved > (best.saved if best else 0):
+            if found.saved > (best.saved if best else 0):
                 best = found
-    return best and _aligned(lines, best, stop)
+    if best is None or not _is_exact(lines, best):
+        return None
+    return _aligned(lines, best, stop)
 
 
-def _skeleton_ids(lines: Sequence[_Line]) -> npt.NDArray[np.int64]:
+def _columns(lines: Sequence[_Line]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """For each line an id of its skeleton, and a random linear sum of its integers.
+
+    The sums of three lines grow by a constant step just when each of their integers does, but for
+    an accident of one in 2**64: all columns are compared at once.
+    """
     known: dict[str, int] = {}
     ids = [
         known.setdefault(line.skeleton, len(known)) if line.folds else -1 - index
         for index, line in enumerate(lines)
     ]
-    return np.array(ids, dtype=np.int64)
+    width = max((len(line.numbers) for line in lines), default=0)
+    drawn = random.Random(0)
+    factors = [drawn.getrandbits(64) for _ in range(width)]
+    sums = [sum(map(operator.mul, line.numbers, factors)) % 2**64 for line in lines]
+    return np.array(ids, dtype=np.int64), np.array(sums, dtype=np.uint64)
 
 
 def _runs(flags: npt.NDArray[np.bool_], minimum: int) -> Iterator[tuple[int, int]]:
@@ -208,15 +227,19 @@ def _deltas(lines: Sequence[_Line], j: int, period: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(lines[j].numbers, lines[j + period].numbers, strict=True))
 
 
-def _steady(lines: Sequence[_Line], left: int, right: int, period: int) -> _Fold | None:
-    """The longest part of a run of equal skeletons whose integers grow by constant steps."""
-    deltas = [_deltas(lines, j, period) for j in range(left, right)]
-    steady = np.array([a == b for a, b in zip(deltas, deltas[period:], strict=False)], dtype=bool)
-    folds = [
-        _Fold(left + start, period, (stop - start) // period + 2)
-        for start, stop in _runs(steady, period)
-    ]
-    return max(folds, key=lambda found: found.saved, default=None)
+def _is_exact(lines: Sequence[_Line], found: _Fold) -> bool:
+    return all(
+        _continues(lines, j, found.period)
+        for j in range(found.start, found.stop - 2 * found.period)
+    )
+
+
+def _continues(lines: Sequence[_Line], j: int, period: int) -> bool:
+    """Whether a line and the two that follow it at a distance grow by a constant step."""
+    trio = lines[j], lines[j + period], lines[j + 2 * period]
+    if len({line.skeleton for line in trio}) > 1 or not trio[0].folds:
+        return False
+    return _deltas(lines, j, period) == _deltas(lines, j + period, period)
 
 
 def _aligned(lines: Sequence[_Line], found: _Fold, limit: int) -> _Fold:
@@ -228,7 +251,10 @@ def _aligned(lines: Sequence[_Line], found: _Fold, limit: int) -> _Fold:
     best, best_score = found, 0
     for shift in range(found.period):
         moved = _Fold(found.start + shift, found.period, found.count)
-        if moved.stop > limit or not _is_exact(lines, moved, shift):
+        # The line that the shift has newly taken in has to continue its column.
+        if moved.stop > limit or (
+            shift and not _continues(lines, moved.stop - 1 - 2 * moved.period, moved.period)
+        ):
             break
         counts = Counter(key for key in keys if key is not None)
         score = max(counts.values(), default=0)
@@ -237,19 +263,6 @@ def _aligned(lines: Sequence[_Line], found: _Fold, limit: int) -> _Fold:
         keys.append(_key(lines, found.start + shift + found.period, found.period))
         keys.pop(0)
     return best
-
-
-def _is_exact(lines: Sequence[_Line], moved: _Fold, shift: int) -> bool:
-    """Whether the line that a shift by one has newly taken in continues its column."""
-    if shift == 0:
-        return True
-    last = moved.stop - 1
-    if lines[last].skeleton != lines[last - moved.period].skeleton or not lines[last].folds:
-        return False
-    before = last - 2 * moved.period
-    return _deltas(lines, before, moved.period) == _deltas(
-        lines, before + moved.period, moved.period
-    )
 
 
 def _key(lines: Sequence[_Line], j: int, period: int) -> int | None:
