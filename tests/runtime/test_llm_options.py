@@ -1,0 +1,88 @@
+"""Each keyword works, is named in a notice, or is an error."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.llm_options import CHECKS, IGNORED, ONLY, LLMOptions, resolve_options
+
+
+def test_every_option_has_one_row() -> None:
+    assert {field.name for field in fields(LLMOptions)} == set(CHECKS)
+    assert not set(CHECKS) & set(ONLY)
+    assert not set(CHECKS) & set(IGNORED)
+    assert not set(ONLY) & set(IGNORED)
+
+
+def test_what_works() -> None:
+    options, notices = resolve_options(
+        {
+            "dtype": torch.bfloat16,
+            "seed": 3,
+            "max_model_len": 100,
+            "gpu_memory_utilization": 0.5,
+            "tensor_parallel_size": 1,
+            "max_num_seqs": None,
+        }
+    )
+    assert options == LLMOptions(
+        dtype="bf16", seed=3, max_model_len=100, gpu_memory_utilization=0.5
+    )
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", None), ("half", "f16"), ("float32", "f32"), (torch.float32, "f32"), (None, None)],
+)
+def test_names_of_dtypes(dtype: Any, expected: str | None) -> None:
+    assert resolve_options({"dtype": dtype})[0].dtype == expected
+
+
+def test_what_changes_nothing_is_named() -> None:
+    _, notices = resolve_options({"enforce_eager": True, "swap_space": 4})
+    assert notices == [
+        "enforce_eager has no effect: no graphs are captured on this target",
+        "swap_space has no effect: preempted requests are computed again, not swapped",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tensor_parallel_size", 2, "not supported by this version; use 1"),
+        ("speculative_config", {"a": 1}, "not supported by this version; use None"),
+        ("kv_cache_dtype", "fp8", "use 'auto'"),
+        ("dtype", "int7", "auto, float32, bfloat16 or float16"),
+        ("dtype", 5, "auto, float32, bfloat16 or float16"),
+        ("max_model_len", 0, "at least 1"),
+        ("max_num_seqs", -1, "at least 1"),
+        ("max_num_seqs", 1.5, "an integer"),
+        ("max_num_batched_tokens", True, "an integer"),
+        ("block_size", 0, "at least 1"),
+        ("gpu_memory_utilization", 0, "above 0"),
+        ("gpu_memory_utilization", 1.1, "at most 1"),
+        ("gpu_memory_utilization", "most", "a number"),
+        ("kv_cache_memory_bytes", 0, "at least 1"),
+        ("num_gpu_blocks_override", 0, "at least 1"),
+        ("seed", "x", "an integer"),
+        ("tokenizer", 5, "a directory"),
+        ("generation_config", "x", "'auto' or 'vllm'"),
+    ],
+)
+def test_impossible_values(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        resolve_options({name: value})
+    assert name in str(caught.value)
+
+
+def test_an_unknown_keyword_is_a_type_error_with_a_guess() -> None:
+    with pytest.raises(TypeError, match="'max_model_length'; did you mean 'max_model_len'"):
+        resolve_options({"max_model_length": 5})
+    with pytest.raises(TypeError, match=r"'zzz'$"):
+        resolve_options({"zzz": 5})
