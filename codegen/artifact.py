@@ -1,0 +1,223 @@
+"""Writing an artifact directory: beside its goal, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import FileEntry, Manifest
+
+ROLES = {
+    "program.py": "program",
+    "kernels": "kernel",
+    "weights": "weight",
+    "plans": "plan",
+    "model": "model",
+    "ir": "ir",
+    "tests": "test",
+}
+_PIECE = 1 << 20  # bytes hashed at a time
+
+
+class _Missed(Protocol):
+    @property
+    def where(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class StageText(Protocol):
+    """What is kept of a stage of the pipeline."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def rewrites(self) -> int: ...
+    @property
+    def missed(self) -> Sequence[_Missed]: ...
+    @property
+    def num_nodes(self) -> int: ...
+
+
+@dataclass
+class ArtifactWriter:
+    """Context manager that builds an artifact in ``directory``, a hidden sibling of ``output``.
+
+    Leaving it normally after ``finish`` moves the artifact into place; leaving it by an exception,
+    Ctrl-C included, removes what was written. With ``force`` an older artifact, or an empty
+    directory, is replaced at that last moment; any other directory is never touched. Raises
+    OctavoError for an output that exists, and for a disk that is full or cannot be written.
+    """
+
+    output: Path
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        self.output = Path(os.path.abspath(self.output))
+        self.directory = self.output.parent / f".{self.output.name}.partial-{os.getpid()}"
+        self.is_finished = False
+
+    def __enter__(self) -> ArtifactWriter:
+        self._check_output()
+        self._made_parents = [p for p in self.output.parents if not p.exists()]
+        try:
+            shutil.rmtree(self.directory, ignore_errors=True)  # of a killed process with our id
+            self.directory.mkdir(parents=True)
+        except OSError as error:
+            self._remove()
+            raise self._explained(error) from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and self.is_finished:
+                self._move_into_place()
+                return
+        except OSError as problem:
+            raise self._explained(problem) from None
+        finally:
+            self._remove()
+        if isinstance(error, OSError) and _is_about_writing(error, self.directory):
+            raise self._explained(error) from None
+        if _says_disk_is_full(error):
+            raise self._explained(OSError(errno.ENOSPC, "No space left on device")) from None
+
+    def write_text(self, path: str, text: str) -> None:
+        """Write a text file of the artifact."""
+        goal = self.directory / path
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        goal.write_text(text, encoding="utf-8", newline="\n")
+
+    def write_stages(self, stages: Iterable[StageText]) -> None:
+        """Write ``ir/NN-<pass>.ir`` of every stage and ``ir/index.json``; no times, so that equal
+        input gives equal files."""
+        index = []
+        for stage in stages:
+            file = f"{stage.number:02}-{stage.name}.ir"
+            self.write_text(f"ir/{file}", stage.text)
+            index.append(
+                {
+                    "number": stage.number,
+                    "name": stage.name,
+                    "file": file,
+                    "rewrites": stage.rewrites,
+                    "missed": [{"where": m.where, "reason": m.reason} for m in stage.missed],
+                    "nodes": stage.num_nodes,
+                }
+            )
+        self.write_text("ir/index.json", json.dumps({"stages": index}, indent=2) + "\n")
+
+    def finish(self, **fields: Any) -> Manifest:
+        """Hash every file and write ``manifest.json``, the last; keywords are the manifest's fields
+        besides ``files``. The artifact can be opened in ``directory`` from here on.
+        """
+        manifest = Manifest(files=list_files(self.directory), **fields)
+        self.write_text("manifest.json", manifest.to_json())
+        self.is_finished = True
+        return manifest
+
+    def _check_output(self) -> None:
+        output = self.output
+        if not os.path.lexists(output):
+            return
+        if not self.force:
+            raise OctavoError(
+                f"{output} exists; choose another directory or replace it with --force"
+            )
+        if output.is_symlink() or not output.is_dir():
+            raise OctavoError(f"{output} is not a directory; --force replaces only an artifact")
+        is_artifact = (output / "manifest.json").is_file() and (output / "program.py").is_file()
+        try:
+            is_empty = not any(output.iterdir())
+        except OSError as error:
+            raise self._explained(error) from None
+        if not is_artifact and not is_empty:
+            raise OctavoError(
+                f"{output} is not an artifact (it has no manifest.json); --force replaces only an "
+                "artifact or an empty directory, so choose another one"
+            )
+
+    def _move_into_place(self) -> None:
+        self._check_output()  # hours may have passed
+        if not self.output.exists():
+            self.directory.rename(self.output)
+            return
+        old = self.output.parent / f".{self.output.name}.old-{os.getpid()}"
+        self.output.rename(old)
+        try:
+            self.directory.rename(self.output)
+        except BaseException:
+            old.rename(self.output)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for parent in self._made_parents:
+            try:
+                parent.rmdir()  # only a directory that we made and nobody has filled
+            except OSError:
+                return
+
+    def _explained(self, error: OSError) -> OctavoError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return OctavoError(
+                f"no space left while writing {self.output}; free some or choose another directory"
+            )
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return OctavoError(
+                f"no permission to write {self.output}; choose a directory that you own"
+            )
+        reason = error.strerror or str(error)
+        return OctavoError(f"{self.output} cannot be written: {reason}")
+
+
+def list_files(directory: Path) -> dict[str, FileEntry]:
+    """Size, hash and role of every file under a directory, by its path from there."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != "manifest.json" and "__pycache__" not in path.parts:
+            found[name] = FileEntry(path.stat().st_size, _sha256(path), _role(name))
+    return found
+
+
+def _role(name: str) -> str:
+    return ROLES.get(name.split("/")[0], "other")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _is_about_writing(error: OSError, directory: Path) -> bool:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return error.filename is not None and str(error.filename).startswith(str(directory))
+
+
+def _says_disk_is_full(error: BaseException | None) -> bool:
+    # safetensors wraps the system's error in one of its own that carries no errno.
+    return type(error).__name__ == "SafetensorError" and "No space left" in str(error)

@@ -1,0 +1,131 @@
+"""From the graph after all passes to program, kernels and weights in a directory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.codegen.kernels import is_fallback
+from octavo.codegen.lower import lower
+from octavo.codegen.memory import MemoryPlan, plan_memory, unit_size
+from octavo.codegen.program import ProgramWriter
+from octavo.codegen.render import KernelSet, RenderedKernel
+from octavo.codegen.schedule import Schedule, make_schedule
+from octavo.codegen.target import Target
+from octavo.codegen.weights import Progress, write_weights
+from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph
+from octavo.ir.manifest import KVSlot
+from octavo.ir.types import KVType
+from octavo.ir.weight_cache import WeightSource
+
+STEP_INPUTS = (
+    "ids",
+    "positions",
+    "slot_mapping",
+    "block_table",
+    "query_start",
+    "seq_lens",
+    "logit_rows",
+)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was written: kernels, ops left to PyTorch with their counts, memory, KV slots."""
+
+    kernels: tuple[RenderedKernel, ...]
+    fallback_ops: dict[str, int]
+    memory: MemoryPlan
+    kv_slots: tuple[KVSlot, ...]
+    weight_bytes: int
+
+
+def generate(
+    graph: Graph,
+    target: Target,
+    directory: Path,
+    weights: WeightSource,
+    *,
+    progress: Progress | None = None,
+) -> Generated:
+    """Write ``program.py``, ``kernels/src``, ``plans/memory.json`` and ``weights`` to a directory.
+
+    Raises OctavoError for a graph that has no paged cache, an op without a kernel, and a weight
+    that is not finite. ``progress`` is told how many weights are written.
+    """
+    check_inputs(graph)
+    kernels = KernelSet(target)
+    program = lower(graph)
+    schedule = make_schedule(program.lines, graph.outputs, program.num_early)
+    memory = plan_memory(schedule)
+    text = ProgramWriter(graph, schedule, memory, kernels).text()
+    _write(directory / "program.py", text)
+    for kernel in kernels.rendered.values():
+        _write(directory / kernel.path, kernel.text)
+    _write(directory / "plans" / "memory.json", memory_json(memory))
+    weight_bytes = write_weights(graph, weights, directory / "weights", progress=progress)
+    fallback = Counter(node.op for node in graph.nodes if is_fallback(node))
+    rendered = tuple(kernels.rendered.values())
+    return Generated(
+        rendered, dict(sorted(fallback.items())), memory, kv_slots(graph), weight_bytes
+    )
+
+
+def check_inputs(graph: Graph) -> None:
+    """Raise OctavoError unless the graph's parameters are those of a step."""
+    for value in graph.inputs:
+        if value.name not in STEP_INPUTS and not isinstance(value.type, KVType):
+            raise OctavoError(f"{value} is no input of a step; a step has {', '.join(STEP_INPUTS)}")
+
+
+def kv_slots(graph: Graph) -> tuple[KVSlot, ...]:
+    """The caches that the program needs, one pair a slot; ``window`` is its widest reader's."""
+    state = next((v.type for v in graph.inputs if isinstance(v.type, KVType)), None)
+    if state is None:
+        return ()
+    windows: dict[int, list[int | None]] = {}
+    for node in graph.find("paged_attention"):
+        windows.setdefault(node.attrs["slot"], []).append(node.attrs["window"])
+    return tuple(
+        KVSlot(s.num_kv_heads, s.head_dim, s.v_head_dim, _widest(windows.get(index, [])))
+        for index, s in enumerate(state.slots)
+    )
+
+
+def _widest(windows: list[int | None]) -> int | None:
+    known = [window for window in windows if window is not None]
+    return max(known) if known and len(known) == len(windows) else None
+
+
+def memory_json(plan: MemoryPlan) -> str:
+    """The memory plan for a reader: buffers, who shares them, and what sharing saved."""
+    symbols = sorted({buffer.symbol for buffer in plan.buffers})
+    body: dict[str, Any] = {
+        "bytes_per": {s: plan.bytes_per(s) for s in symbols},
+        "bytes_per_without_sharing": {s: plan.unshared_bytes_per(s) for s in symbols},
+        "buffers": [
+            {
+                "symbol": buffer.symbol,
+                "bytes": buffer.unit_bytes,
+                "values": {v.name: (unit_size(v.tensor) or ("", 0))[1] for v in buffer.values},
+            }
+            for buffer in plan.buffers
+        ],
+        "unplanned": [value.name for value in plan.unplanned],
+    }
+    return json.dumps(body, indent=2) + "\n"
+
+
+def schedule_of(graph: Graph) -> Schedule:
+    """The schedule that ``generate`` would use: for tests and for looking at a model."""
+    program = lower(graph)
+    return make_schedule(program.lines, graph.outputs, program.num_early)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")

@@ -1,0 +1,107 @@
+"""Writing the weights that a step uses: one at a time, into shards of bounded size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph, Value
+from octavo.ir.weight_cache import WeightCache, WeightSource
+
+SHARD_BYTES = 256 * 1024 * 1024
+# The cache of evaluated weights holds what several weights are made from; small, since the largest
+# weight and one shard are in memory besides.
+_CACHE_BYTES = 64 * 1024 * 1024
+
+Progress = Callable[[int, int], None]  # weights written, weights in all
+
+
+@dataclass
+class WeightWriter:
+    """Collects tensors into ``NNNNN.safetensors`` and says in ``index.json`` where each is."""
+
+    folder: Path
+    shard_bytes: int = SHARD_BYTES
+    weight_map: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    _pending: dict[str, Tensor] = field(default_factory=dict)
+    _pending_bytes: int = 0
+    _num_shards: int = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor; writes a shard first when this one would make it too large."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += size
+        self.num_bytes += size
+
+    def finish(self) -> None:
+        """Write the last shard and the index."""
+        self._flush()
+        index = {"weight_map": dict(sorted(self.weight_map.items()))}
+        path = self.folder / "index.json"
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        self._num_shards += 1
+        shard = f"{self._num_shards:05}.safetensors"
+        save_file(self._pending, self.folder / shard)
+        self.weight_map.update(dict.fromkeys(self._pending, shard))
+        self._pending.clear()
+        self._pending_bytes = 0
+
+
+def write_weights(
+    graph: Graph,
+    source: WeightSource,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> int:
+    """Evaluate and write every weight that the step reads; returns the bytes written.
+
+    Peak memory is about one shard and one tensor. Raises OctavoError for a weight with a NaN or an
+    infinity, naming it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cache = WeightCache(graph, source, limit_bytes=_CACHE_BYTES)
+    writer = WeightWriter(folder, shard_bytes)
+    used = graph.used_weights()
+    for index, value in enumerate(used):
+        tensor = cache.get(value)
+        check_finite(value, tensor)
+        # A literal or a slice may share memory with another weight, and a shard may not.
+        writer.add(value.name, tensor.clone() if _is_view(tensor) else tensor)
+        if progress is not None:
+            progress(index + 1, len(used))
+    writer.finish()
+    return writer.num_bytes
+
+
+def check_finite(value: Value, tensor: Tensor) -> None:
+    """Raise OctavoError when a floating-point weight has a NaN or an infinity."""
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        return
+    for piece in tensor.flatten().split(1 << 24):  # the mask of a whole embedding would be large
+        if not bool(torch.isfinite(piece).all()):
+            kind = "a NaN" if bool(torch.isnan(piece).any()) else "an infinity"
+            raise OctavoError(
+                f"the weight {value.name} holds {kind}; the checkpoint is damaged, "
+                "download or export it again"
+            )
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
