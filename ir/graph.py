@@ -169,7 +169,7 @@ class Graph:
         return name in self._names
 
     def named_values(self) -> list[Value]:
-        """All values in the register of names, in no order: for the verifier."""
+        """All values of the graph, as its register of names holds them."""
         return list(self._names.values())
 
     def all_nodes(self) -> Iterator[Node]:
@@ -242,10 +242,9 @@ class Graph:
     def replace_all(self, olds: Value | Sequence[Value], news: Value | Sequence[Value]) -> None:
         """Make every reader of each old value read the new one, results of the graph included.
 
-        Only the node that makes the new value keeps reading the old one.
-        A new value that was named after the old one takes over its name, so that names stay the
-        same through the passes; its origin takes in the old one's values. The old producers stay
-        until they are erased or swept.
+        Only the node that makes the new value keeps reading the old one. A new value that was named
+        after the old one takes over its name, so that names stay the same through the passes; its
+        origin takes in the old one's values. The old producers stay until they are erased or swept.
         """
         olds = [olds] if isinstance(olds, Value) else olds
         news = [news] if isinstance(news, Value) else news

@@ -201,7 +201,7 @@ class _Parser:
     def operand_value(self) -> Value:
         token = self.expect_kind("value", "a value")
         if not self.result.has_value(token.text):
-            names = [str(value) for value in self.result.all_values()]
+            names = [str(value) for value in self.result.named_values()]
             close = difflib.get_close_matches(token.text, names, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             self.fail(f"`{token.text}` is not defined before this line{hint}", token)
