@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.ir.manifest import Manifest, ManifestError
+from octavo.ir.types import DTYPES
 from octavo.runtime.artifact_files import RECOMPILE, check_files
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.program_loader import import_program
@@ -96,10 +97,25 @@ class Artifact:
         """Weights by name, memory-mapped: a tensor is read when it is first used."""
         return LazyWeights(self, torch.device(device))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations and the KV cache are held in; the manifest says ``f32`` or ``float32``.
+
+        Raises ArtifactError for a name that is no dtype.
+        """
+        name = self.manifest.dtype
+        found = DTYPES.get(name, getattr(torch, name, None))
+        if not isinstance(found, torch.dtype):
+            raise ArtifactError(f"{self.root}: unknown dtype {name!r}; upgrade octavo")
+        return found
+
+    def file(self, name: str) -> Path | None:
+        """The path of a file that the manifest lists, None for any other."""
+        return self.root / name if name in self.manifest.files else None
+
     def model_file(self, name: str) -> Path | None:
         """The path of ``model/<name>`` if the artifact has it."""
-        listed = f"model/{name}"
-        return self.root / listed if listed in self.manifest.files else None
+        return self.file(f"model/{name}")
 
     def model_json(self, name: str) -> dict[str, Any]:
         """The object in ``model/<name>``, empty when the artifact has no such file."""

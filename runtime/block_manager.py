@@ -42,9 +42,8 @@ class BlockManager:
 
     def num_missing(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks the request needs to hold ``num_tokens`` tokens in all."""
-        table = self._tables.get(request_id)
-        held = 0 if table is None else len(table)
-        return max(0, -(-num_tokens // self.block_size) - held)
+        missing = -(-num_tokens // self.block_size) - len(self._tables.get(request_id, ()))
+        return missing if missing > 0 else 0
 
     def can_allocate(self, request_id: str, num_tokens: int, keep_free: int = 0) -> bool:
         """Whether ``allocate`` would succeed and leave ``keep_free`` blocks free."""

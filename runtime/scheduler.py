@@ -141,7 +141,7 @@ class Scheduler:
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running.values():
-            is_decode = request.num_tokens - request.num_computed_tokens == 1
+            is_decode = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if is_decode else prefills).append(request)
         for request in (*decodes, *prefills):
             if draft.budget == 0:
@@ -162,18 +162,21 @@ class Scheduler:
             draft.place(request.request_id, self._chunk(request, draft.budget))
 
     def _chunk(self, request: Request, budget: int) -> int:
-        chunk = min(request.num_tokens - request.num_computed_tokens, budget)
-        cap = self.config.long_prefill_token_threshold
-        return min(chunk, cap) if cap > 0 else chunk
+        missing = len(request.token_ids) - request.num_computed_tokens
+        cap = self.config.long_prefill_token_threshold or missing
+        return min(missing, budget, cap)
 
     def _make_room(self, request: Request, draft: _Draft) -> bool:
         """Reserve blocks for all known tokens; False when the request itself had to yield."""
-        while not self.blocks.can_allocate(request.request_id, request.num_tokens):
+        num_tokens = len(request.token_ids)
+        if self.blocks.num_missing(request.request_id, num_tokens) == 0:
+            return True  # nearly always: a block lasts for many steps
+        while not self.blocks.can_allocate(request.request_id, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim, draft)
             if victim is request:
                 return False
-        self.blocks.allocate(request.request_id, request.num_tokens)
+        self.blocks.allocate(request.request_id, num_tokens)
         return True
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
@@ -195,5 +198,5 @@ class Scheduler:
             request.token_ids[start:end],
             start,
             self.blocks.block_ids(request_id),
-            end == request.num_tokens,
+            end == len(request.token_ids),
         )

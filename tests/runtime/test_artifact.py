@@ -114,6 +114,20 @@ def test_a_whole_artifact_opens(toy: Path) -> None:
     assert artifact.model_file("nothing.json") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("f32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_both_spellings_of_a_dtype(toy: Path, name: str, expected: torch.dtype) -> None:
+    write_manifest(toy, dtype=name)
+    assert Artifact.open(toy).dtype == expected
+
+
+def test_an_unknown_dtype(toy: Path) -> None:
+    write_manifest(toy, dtype="nn")
+    with pytest.raises(ArtifactError, match="unknown dtype 'nn'"):
+        _ = Artifact.open(toy).dtype
+
+
 def test_a_pinned_id_is_the_one_or_nothing_is_read(
     toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,7 +349,7 @@ def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
 
 
 def test_options_that_contradict_the_artifact(shared_toy: Path) -> None:
-    with pytest.raises(InvalidRequest, match="compiled with dtype f32, not bf16"):
+    with pytest.raises(InvalidRequest, match="compiled with dtype float32, not bfloat16"):
         LLM(shared_toy, dtype="bfloat16")
     with pytest.raises(InvalidRequest, match="compiled with quantization None, not awq"):
         LLM(shared_toy, quantization="awq")
