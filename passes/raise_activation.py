@@ -55,12 +55,12 @@ _CONSTANTS = {
 @register_pass("raise-activation")
 def raise_activation(graph: Graph, report: Report) -> int:
     """Raise what is spelled out, then fuse each activation with the product that it gates."""
-    count = sum(_raise_spelled(graph, node) for node in graph.find("mul"))
+    count = sum(_raise_spelled(graph, node, report) for node in graph.find("mul"))
     graph.sweep()
     return count + sum(_fuse_gate(graph, node, report) for node in graph.find("mul"))
 
 
-def _raise_spelled(graph: Graph, mul: Node) -> bool:
+def _raise_spelled(graph: Graph, mul: Node, report: Report) -> bool:
     found = match(_SILU, mul.output)
     if found:
         raised = graph.insert_before(mul, "silu", found["x"])
@@ -68,7 +68,9 @@ def _raise_spelled(graph: Graph, mul: Node) -> bool:
         return True
     for pattern, approximate in ((_GELU_TANH, "tanh"), (_GELU_ERF, "none")):
         found = match(pattern, mul.output)
-        if found and _has_gelu_constants(found):
+        if found and not _has_gelu_constants(found):
+            return report.missed(mul, "shaped like a GELU, but with other constants")
+        if found:
             raised = graph.insert_before(mul, "gelu", found["x"], approximate=approximate)
             graph.replace_all(mul.output, raised.output)
             return True

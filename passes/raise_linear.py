@@ -82,13 +82,19 @@ def _add_bias(graph: Graph, add: Node, linear: Node, bias: Value, report: Report
         return report.missed(add, f"the addend is {bias.dtype}, the linear {linear.output.dtype}")
     if graph.sole_user(linear.output) is not add:
         return report.missed(add, "the product is also read without the bias")
-    name = linear.output.name
-    biased = graph.insert_before(linear, "linear", *linear.operands, bias)
-    graph.replace_all(add.output, biased.output)
-    for dead in (add, linear):
-        graph.erase(dead)
-    graph.rename(biased.output, name)
+    _stand_in(graph, add, linear, linear.operand(0), bias)
     return True
+
+
+def _stand_in(graph: Graph, last: Node, linear: Node, x: Value, bias: Value | None) -> None:
+    """Put a linear of other operands for the linear and the node after it, under the old name."""
+    name = linear.output.name
+    operands = [x, linear.operand(1), *([bias] if bias is not None else [])]
+    direct = graph.insert_before(linear, "linear", *operands)
+    graph.replace_all(last.output, direct.output)
+    for dead in (last, linear):
+        graph.erase(dead)
+    graph.rename(direct.output, name)
 
 
 def _drop_views(graph: Graph, linear: Node) -> bool:
@@ -102,6 +108,5 @@ def _drop_views(graph: Graph, linear: Node) -> bool:
         return False
     if x.shape[-1] != linear.operand(0).shape[-1]:
         return False
-    direct = graph.insert_before(linear, "linear", x, *linear.operands[1:])
-    graph.replace_all(after.output, direct.output)
+    _stand_in(graph, after, linear, x, linear.operand(2) if len(linear.operands) == 3 else None)
     return True

@@ -57,7 +57,7 @@ def _raise_whole(graph: Graph, node: Node, report: Report) -> bool:
     eps = node.attrs.get("eps")
     if len(node.attrs["normalized_shape"]) != 1:
         return report.missed(node, "it normalises more than the last dim")
-    if any(graph.users(value) for value in node.outputs[1:]):
+    if any(graph.users(value) or value in graph.outputs for value in node.outputs[1:]):
         return report.missed(node, "its mean or its scale is also read")
     if eps is None:
         return report.missed(node, "no eps: PyTorch takes one from the dtype")
