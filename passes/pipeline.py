@@ -39,8 +39,9 @@ PIPELINE: tuple[str, ...] = (
     "raise-linear",
     "raise-norm",
     "raise-rotary",
-    "raise-softcap",
+    # Before softcap: the tanh of a GELU is then gone.
     "raise-activation",
+    "raise-softcap",
     # The cache holds what attention sees, so k has to be rotated and normed by now.
     "page-attention",
     # After paging: an encoder that failed to page needs all of its rows.
