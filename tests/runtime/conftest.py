@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.runtime.llm import LLM
 from tests.runtime.toy_artifact import write_toy_artifact
@@ -28,3 +30,12 @@ def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(shared_toy: Path) -> LLM:
     return LLM(shared_toy)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: a second thread would only be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -55,7 +55,7 @@ CASES: list[tuple[dict[str, Any], dict[int, float]]] = [
 def test_frequencies_are_the_distribution(
     params: dict[str, Any], expected: dict[int, float]
 ) -> None:
-    count = 6000
+    count = 4000
     rows = [row(position=position, **params) for position in range(count)]
     counts = Counter(tokens(LOGITS.expand(count, -1), rows))
     assert set(counts) == set(expected)

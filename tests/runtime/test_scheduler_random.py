@@ -78,7 +78,7 @@ class Replay:
             assert context == self.live[sequence.request_id].token_ids[:length]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_traffic(seed: int) -> None:
     replay = Replay(seed)
