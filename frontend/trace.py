@@ -143,12 +143,24 @@ def _export(model: Any) -> ExportedProgram:
             dynamic = ({1: Dim.DYNAMIC}, {1: Dim.DYNAMIC})
             step = _Step(model)
             program = export(step, (ids, positions), dynamic_shapes=dynamic, strict=False)
-            return program.run_decompositions({})
+            return _functional(program)
     except Exception as error:  # the model's own code runs here
         refusal = _refusal(error)
         if refusal is not None:
             raise RefusedArchitecture(f"{kind}: {refusal}") from error
         raise RefusedArchitecture(f"{kind}: torch.export cannot trace it: {gist(error)}") from error
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """The program without in-place operations.
+
+    PyTorch makes any program functional by tracing it again, which takes three times as long as the
+    export did; most models need nothing of the kind.
+    """
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+        return program.run_decompositions({})
+    return program
 
 
 def _refusal(error: BaseException | None) -> RefusedArchitecture | None:

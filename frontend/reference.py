@@ -1,0 +1,135 @@
+"""The Hugging Face model itself, eager, with its weights streamed one module at a time.
+
+This is what a compiled model is compared with, so nothing of Octavo's own arithmetic is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.frontend.cached_weights import CachedWeights
+from octavo.frontend.meta_model import build_model
+from octavo.frontend.weights import WeightSource, tied_names
+
+_log = logging.getLogger(__name__)
+
+Prompt = tuple[list[int], int]  # token ids, position of the first
+_Table = dict[str, Any]  # a module's parameters or buffers
+
+
+def eager_logits(
+    config: Any, dtype: torch.dtype, weights: WeightSource, prompts: Sequence[Prompt]
+) -> list[Tensor]:
+    """Logits of Hugging Face's model for each prompt: ``[len, V]``, float32.
+
+    Computed in ``dtype``. Memory is that of the largest module and what ``CachedWeights`` keeps;
+    give one to share it. Raises RefusedArchitecture where transformers cannot build the model.
+    """
+    if not isinstance(weights, CachedWeights) or weights.dtype != dtype:
+        weights = CachedWeights(weights, dtype)
+    model = build_model(config, dtype, attn_implementation="eager")
+    try:
+        with _streamed(model, weights):
+            return [_forward(model, *prompt) for prompt in prompts]
+    except (RuntimeError, NotImplementedError) as error:
+        # Some module reads a parameter of another one, which is not there at that time.
+        _log.debug("%s cannot be streamed, loading it whole: %s", config.model_type, error)
+    _load_all(model, weights)
+    return [_forward(model, *prompt) for prompt in prompts]
+
+
+def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
+    """Hugging Face's model, eager, with all its weights in memory: good for ``generate``."""
+    model = build_model(config, dtype, attn_implementation="eager")
+    _load_all(model, CachedWeights(weights, dtype, limit_bytes=0))
+    return model
+
+
+@torch.no_grad()
+def _forward(model: Any, ids: list[int], first_position: int) -> Tensor:
+    positions = torch.arange(first_position, first_position + len(ids))
+    # A mask of ones says that this is one sequence, whatever its positions are.
+    logits: Tensor = model(
+        input_ids=torch.tensor([ids]),
+        position_ids=positions[None],
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        use_cache=False,
+    ).logits
+    if logits.is_meta:
+        raise RuntimeError("the logits came out with no numbers")
+    return logits[0].float()
+
+
+def _load_all(model: Any, weights: CachedWeights) -> None:
+    loaded: dict[str, Tensor] = {}
+    for table, name, key in _weight_places(model):
+        if key not in loaded:
+            loaded[key] = _as_weight(table[name], weights.load(key))
+        table[name] = loaded[key]
+
+
+@contextmanager
+def _streamed(model: Any, weights: CachedWeights) -> Iterator[None]:
+    """While inside, a module has its own weights just while its forward runs."""
+    handles = []
+    for module, places in _by_module(model).items():
+        hold, free = _hooks(places, weights)
+        handles.append(module.register_forward_pre_hook(hold))
+        handles.append(module.register_forward_hook(free, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_Places = list[tuple[_Table, str, str]]
+
+
+def _hooks(
+    places: _Places, weights: CachedWeights
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    absent = [table[name] for table, name, _ in places]
+
+    def hold(*_: Any) -> None:
+        for table, name, key in places:
+            table[name] = _as_weight(table[name], weights.load(key))
+
+    def free(*_: Any) -> None:
+        for (table, name, _key), tensor in zip(places, absent, strict=True):
+            table[name] = tensor
+
+    return hold, free
+
+
+def _by_module(model: Any) -> dict[nn.Module, _Places]:
+    owners = {id(t): module for module in model.modules() for t in _tables(module)}
+    groups: dict[nn.Module, _Places] = {}
+    for place in _weight_places(model):
+        groups.setdefault(owners[id(place[0])], []).append(place)
+    return groups
+
+
+def _weight_places(model: Any) -> Iterator[tuple[_Table, str, str]]:
+    """Every parameter and stored buffer: the table it stands in, its name there, its key."""
+    ties = tied_names(model)
+    for path, module in model.named_modules():
+        for table in _tables(module):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    key = f"{path}.{name}" if path else name
+                    yield table, name, ties.get(key, key)
+
+
+def _tables(module: nn.Module) -> tuple[_Table, _Table]:
+    return module._parameters, module._buffers
+
+
+def _as_weight(like: Any, tensor: Tensor) -> Tensor:
+    return nn.Parameter(tensor, requires_grad=False) if isinstance(like, nn.Parameter) else tensor
