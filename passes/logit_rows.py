@@ -1,4 +1,4 @@
-"""Logits are computed only for the rows that are sampled: a prefill chunk needs one row, not all."""
+"""Logits are computed only for the rows that are sampled: of a prefill chunk the last, if any."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""An artifact carries its proof: Hugging Face's answers to a few prompts, and this check of them."""
+"""An artifact carries its proof: Hugging Face's answers to a few prompts, and their check."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from octavo.runtime.artifact import Artifact
+from octavo.runtime.artifact import Artifact, read_json_object
 from octavo.runtime.batch import Batch
+from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.executor import Executor
-from octavo.runtime.kv_cache import allocate_kv_caches
+from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches, block_bytes
 
 _BLOCK_SIZE = 16
 
@@ -20,36 +21,44 @@ _BLOCK_SIZE = 16
 def check_golden(artifact: Artifact) -> float:
     """Run the prompts of tests/golden.json; returns the largest error of a log-probability.
 
-    The prompts share a step. The file holds, for each, the ids, the position of the first one, the
-    rows of interest and for each row Hugging Face's best ids with their log-probabilities; and the
-    ``tolerance`` that the compiler derived from the dtype. Raises ArtifactError beyond it.
+    The prompts share one step. The file holds, for each, the ids, the position of the first, and
+    Hugging Face's likeliest next ids with their log-probabilities; and the ``tolerance`` that the
+    compiler derived from the dtype. Raises ArtifactError beyond it, or without such a file.
     """
-    golden = artifact.model_json("../tests/golden.json")
-    cases = golden["cases"]
-    num_tokens = sum(len(case["ids"]) for case in cases)
-    batch = _batch(cases)
-    dtype = getattr(torch, artifact.manifest.dtype)
-    executor = Executor(
-        artifact.load_program(),
-        artifact.load_weights(),
-        allocate_kv_caches(
-            artifact.manifest.kv_slots, dtype, int(batch.block_table.max()) + 1, _BLOCK_SIZE
-        ),
-        max_num_tokens=num_tokens,
-        max_num_seqs=len(cases),
-        device=torch.device("cpu"),
-    )
-    got = executor.execute(batch).log_softmax(-1)
-    top = [row for case in cases for row in case["top"]]
-    ids = torch.tensor([[token for token, _ in row] for row in top])
-    expected = torch.tensor([[logprob for _, logprob in row] for row in top])
-    error = float((got.gather(1, ids) - expected).abs().max())
+    path = artifact.file("tests/golden.json")
+    if path is None:
+        raise ArtifactError(f"{artifact.root}: the manifest lists no tests/golden.json")
+    golden = read_json_object(path)
+    logprobs = _run(artifact, golden["cases"]).log_softmax(-1)
+    ids = torch.tensor([case["top_ids"] for case in golden["cases"]])
+    expected = torch.tensor([case["top_logprobs"] for case in golden["cases"]])
+    error = float((logprobs.gather(1, ids) - expected).abs().max())
     if not error <= golden["tolerance"]:
         raise ArtifactError(
-            f"{artifact.root}: its log-probabilities differ from Hugging Face's by {error:.3g}, more "
-            f"than {golden['tolerance']:.3g}; do not use it, and report the model"
+            f"{artifact.root}: its log-probabilities differ from Hugging Face's by {error:.3g}, "
+            f"more than {golden['tolerance']:.3g}; do not use it, and report the model"
         )
     return error
+
+
+def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
+    """Logits ``[len(cases), vocab]`` after the last token of each prompt."""
+    batch = _batch(cases)
+    slots, device = artifact.manifest.kv_slots, device_for(artifact.manifest.target)
+    plan = KVCachePlan(
+        num_blocks=int(batch.block_table.max()) + 1,
+        block_size=_BLOCK_SIZE,
+        block_bytes=block_bytes(slots, artifact.dtype, _BLOCK_SIZE),
+    )
+    executor = Executor(
+        artifact.load_program(),
+        artifact.load_weights(device),
+        allocate_kv_caches(slots, plan, artifact.dtype, device),
+        max_num_tokens=len(batch.ids),
+        max_num_seqs=len(cases),
+        device=device,
+    )
+    return executor.execute(batch)
 
 
 def _batch(cases: list[dict[str, Any]]) -> Batch:
@@ -67,12 +76,13 @@ def _batch(cases: list[dict[str, Any]]) -> Batch:
             [np.arange(n) + case["first_position"] for n, case in zip(lengths, cases, strict=True)]
         ).astype(np.int64),
         slot_mapping=np.concatenate(
-            [first * _BLOCK_SIZE + np.arange(n) for first, n in zip(first_block, lengths, strict=False)]
+            [
+                first * _BLOCK_SIZE + np.arange(n)
+                for first, n in zip(first_block, lengths, strict=False)
+            ]
         ).astype(np.int64),
         block_table=table,
         query_start=starts.astype(np.int32),
         seq_lens=np.array(lengths, dtype=np.int32),
-        logit_rows=np.concatenate(
-            [start + np.array(case["rows"]) for start, case in zip(starts, cases, strict=False)]
-        ).astype(np.int64),
+        logit_rows=starts[1:].astype(np.int64) - 1,
     )

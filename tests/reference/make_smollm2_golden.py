@@ -2,10 +2,11 @@
 
     python tests/reference/make_smollm2_golden.py PATH_TO_GGUF
 
-Model, tokenizer and dequantisation are transformers' own; nothing of Octavo is imported. For each
-prompt it stores the prompt's ids, 64 greedy tokens of the eager fp32 model, and for each of them the
-log-probability in fp64 and the margin between the two best logits. ``noise`` is the largest difference
-between the fp32 and the fp64 log-probabilities of those tokens: what fp32 itself costs.
+Model, tokenizer and dequantisation are transformers' own (which wants the package `accelerate`);
+nothing of Octavo is imported. For each prompt it stores the prompt's ids, 64 greedy tokens of the
+eager fp32 model, and for each of them the log-probability in fp64 and the margin between the two
+best logits. ``noise`` is the largest difference between the fp32 and the fp64 log-probabilities of
+those tokens: what fp32 itself costs.
 """
 
 from __future__ import annotations

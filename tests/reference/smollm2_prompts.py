@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-_CHAT = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+_CHAT = (
+    "<|im_start|>system\n{system}<|im_end|>\n"
+    "<|im_start|>user\n{user}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 _HELPFUL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 

@@ -1,0 +1,1 @@
+"""Speed against Hugging Face `generate`, in one run, on one machine."""

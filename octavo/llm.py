@@ -1,0 +1,33 @@
+"""The LLM of the front door: takes a model as well as an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.artifact_cache import compiled
+from octavo.ir.errors import OctavoError
+from octavo.ir.types import DTYPES
+from octavo.runtime.artifact import Artifact
+from octavo.runtime.llm import LLM as ArtifactLLM
+from octavo.runtime.llm_options import LLMOptions
+
+
+class LLM(ArtifactLLM):
+    """A language model, ready to generate.
+
+    ``model`` is an artifact directory, or what ``octavo compile`` takes: a model directory, a GGUF
+    file or a hub id, which is then compiled once into a cache. Keywords are vLLM's.
+    """
+
+    def open_artifact(self, model: str | Path, options: LLMOptions) -> Artifact:
+        """The artifact itself, or the one that the model compiles to."""
+        path = Path(model).expanduser()
+        if not (path / "manifest.json").is_file():
+            if options.quantization is not None:
+                raise OctavoError(
+                    f"quantization={options.quantization!r}: this version compiles no quantised "
+                    "models; leave it out"
+                )
+            dtype = str(DTYPES[options.dtype]).removeprefix("torch.") if options.dtype else "auto"
+            path = compiled(model, dtype=dtype, revision=options.revision)
+        return super().open_artifact(path, options)
