@@ -28,6 +28,7 @@ _ALONG_DIM: dict[str, int] = {
     "aten.log_softmax.int": 0,
     "aten.max.dim": 0,
     "aten.mean.dim": 0,
+    "aten.repeat_interleave.self_int": 0,
     "aten.softmax.int": 0,
     "aten._softmax.default": 0,
     "aten.stack.default": 1,

@@ -58,7 +58,7 @@ class _Narrowing:
     def visit(self, node: Node) -> bool:
         """Make a node's results without the dim, if its operands have counterparts without."""
         if not any(value in self.narrow for value in node.operands):
-            return False
+            return self._begin(node)
         if is_on_batch(node):
             self._pass_by(node)
             return True
@@ -69,6 +69,23 @@ class _Narrowing:
         for value in filter(_has_batch, node.outputs):
             squeeze = self.graph.insert_after(node, "squeeze", value, dim=0)
             self.narrow[value], self.restored[value] = squeeze.output, value
+        return False
+
+    def _begin(self, node: Node) -> bool:
+        """A view that gives a value its batch dim anew, after the model has flattened it."""
+        if node.op not in ("reshape", "unsqueeze") or not _has_batch(node.output):
+            return False
+        x = node.operand(0)
+        if x.is_weight:
+            return False
+        if node.op == "reshape":
+            shape = node.attrs["shape"][1:]
+            made = self.graph.insert_before(node, "reshape", x, shape=shape)
+            self.narrow[node.output] = made.output
+            return True
+        if is_on_batch(node):
+            self.narrow[node.output] = x
+            return True
         return False
 
     def finish(self) -> None:

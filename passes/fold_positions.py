@@ -20,7 +20,15 @@ MAX_TABLE_BYTES = 256 << 20
 _T = SymDim("T")
 _BY_ROW = ("matmul", "transpose", "permute", "expand", "unsqueeze", "squeeze", "aten.stack.default")
 # These too, as long as their dim is not T.
-_ALONG_DIM = ("slice", "select", "split", "concat", "aten.mean.dim", "aten.sum.dim_IntList")
+_ALONG_DIM = (
+    "slice",
+    "select",
+    "split",
+    "concat",
+    "aten.mean.dim",
+    "aten.repeat_interleave.self_int",
+    "aten.sum.dim_IntList",
+)
 
 
 @register_pass("fold-positions")
@@ -77,7 +85,9 @@ def _num_before(value: Value) -> int:
 
 def _is_along_tokens(node: Node) -> bool:
     x = next(value for value in node.operands if not value.is_weight)
-    dims = node.attrs["dim"]
+    dims = node.attrs.get("dim")
+    if dims is None:  # all of them
+        return True
     listed = dims if isinstance(dims, tuple) else (dims,)
     return x.shape.index(_T) in [dim % x.tensor.rank for dim in listed]
 

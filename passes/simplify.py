@@ -7,6 +7,7 @@ from collections.abc import Callable
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import infer_types
+from octavo.ir.ops.aten import OperandRef
 from octavo.passes.traits import PERMUTING, is_elementwise
 from octavo.passes.views import shorten, sources
 
@@ -97,6 +98,15 @@ def _slice_of_concat(graph: Graph, node: Node) -> Value | None:
     return None
 
 
+def _index_by_rows(graph: Graph, node: Node) -> Value | None:
+    """Advanced indexing of a matrix by one tensor of row numbers, which are not negative here."""
+    if node.attrs["indices"] != (OperandRef(1),) or node.operand(0).tensor.rank != 2:
+        return None
+    if node.operand(1).dtype not in ("i64", "i32"):
+        return None
+    return graph.insert_before(node, "embedding", node.operand(1), node.operand(0)).output
+
+
 def _sink_view(graph: Graph, node: Node) -> Value | None:
     """``f(view(x))`` to ``view(f(x))``, so that the view meets the one that undoes it."""
     x = node.operand(0)
@@ -164,6 +174,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "squeeze": (shorten, _reshape_of_reshape),
     "transpose": (shorten,),
     "permute": (shorten,),
+    "aten.index.Tensor": (_index_by_rows,),
     **{op: (_neutral_scalar, _sink_view) for op in _NEUTRAL},
     **{f"aten.{op}.default": (_only_operand,) for op in ("alias", "clone", "detach")},
 }
