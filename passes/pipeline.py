@@ -31,27 +31,32 @@ PIPELINE: tuple[str, ...] = (
     "drop-batch",
     # Before positions fold: a table may then take its constants, such as inv_freq, for weights.
     "fold-constants",
-    # Before rotary is raised: it wants its cos and sin as looked-up tables.
+    # Before anything is raised: what makes the tables is then out of the step.
     "fold-positions",
     # What folding left bare: casts of tables, reshapes around the look-ups.
     "clean",
-    # Products first, the other raising passes look for linears and their biases.
+    # Products first: the other raising passes look for linears and their biases.
     "raise-linear",
+    # Before rotary: models that norm each head do so just before they rotate it.
     "raise-norm",
+    # After the tables are there: cos and sin have to be rows looked up by position.
     "raise-rotary",
     # Before softcap: the tanh of a GELU is then gone.
     "raise-activation",
     "raise-softcap",
     # The cache holds what attention sees, so k has to be rotated and normed by now.
     "page-attention",
-    # After paging: an encoder that failed to page needs all of its rows.
+    # After paging: attention needs all rows of the step, what comes after the last one does not.
     "logit-rows",
     # The layouts that rotary and paging asked for meet here, and their transposes cancel.
     "clean",
     # Before the fusions: one product then feeds the rotation and the gated activation.
     "merge-linears",
+    # Before the targets see a norm: the sum it reads is then read once.
     "fuse-add-norm",
+    # After cleaning: rotary and write then stand next to each other, with no transpose between.
     "fuse-rotary-kv-write",
+    # Splits and views that the fusions left.
     "clean",
 )
 

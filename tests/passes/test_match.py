@@ -1,4 +1,4 @@
-"""Patterns match what they draw, in both orders of a commutative op, and bind a name to one value."""
+"""Patterns match what they draw, and a name is bound to one value."""
 
 from __future__ import annotations
 
