@@ -84,13 +84,13 @@ def _width(node: Node, index: int = 0) -> Any:
 
 def _norm(node: Node, *, weight_at: int) -> Rule:
     weight = node.inputs[weight_at]
-    params = node.inputs[weight_at:]
+    bias = node.inputs[weight_at + 1] if len(node.inputs) > weight_at + 1 else None
     constants = (
         ("hidden", _width(node)),
         ("dtype", node.operand(0).dtype),
         ("weight_rank", 0 if weight is None else weight.tensor.rank),
         ("weight_dtype", None if weight is None else weight.dtype),
-        *((("has_bias", params[1] is not None),) if len(params) > 1 else ()),
+        ("has_bias", bias is not None),
         *node.attrs.items(),
     )
     is_fused = weight_at == 2
