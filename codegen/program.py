@@ -209,7 +209,7 @@ class ProgramWriter:
             if isinstance(step, Line):
                 self._statement(step, scope, names)
             else:
-                self._call(step, scope, names, time, last_use)
+                self._call(step, scope, time, last_use)
         logits = next(value for value in self.schedule.outputs if not is_state(value))
         result = self._operand(logits, scope)
         scope.lines.append(f"return {result}{'' if logits.dtype == 'f32' else '.float()'}")
@@ -223,9 +223,7 @@ class ProgramWriter:
         last.update((value, len(self.schedule.steps)) for value in self.schedule.outputs)
         return last
 
-    def _call(
-        self, call: Call, scope: Scope, names: Names, time: int, last_use: dict[Value, int]
-    ) -> None:
+    def _call(self, call: Call, scope: Scope, time: int, last_use: dict[Value, int]) -> None:
         """A call of a layer; its results take over the last call's names where those are free."""
         number = [c for c in self.schedule.calls if c.body is call.body].index(call)
         arguments = [self._operand(value, scope) for value in call.part.arguments]
@@ -234,7 +232,8 @@ class ProgramWriter:
         targets = []
         for value, own in zip(call.body.results, call.results, strict=True):
             name = f"{call.body.name}_{Names().new(value.name)}"
-            scope.names[own] = name if name not in held else names.new(name)
+            scope.names[own] = Names(held).new(name)
+            held.add(scope.names[own])
             targets.append(scope.names[own])
         result = f"{', '.join(targets)} = " if targets else ""
         name = call.body.name
