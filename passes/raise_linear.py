@@ -58,8 +58,8 @@ def _is_transpose(node: Node | None) -> bool:
     if node is None or node.operands == [] or node.operand(0).tensor.rank != 2:
         return False
     if node.op == "transpose":
-        return node.attrs["dim0"] % 2 != node.attrs["dim1"] % 2
-    return node.op == "permute" and node.attrs["dims"] == (1, 0)
+        return {node.attrs["dim0"] % 2, node.attrs["dim1"] % 2} == {0, 1}
+    return node.op == "permute" and tuple(node.attrs["dims"]) == (1, 0)
 
 
 def _take_bias(graph: Graph, add: Node, report: Report) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from octavo.ir.graph import Graph, Node, Value
 from octavo.passes.base import Report, register_pass
 from octavo.passes.match import Attr, Bind, OneOf, Op, Pattern, match
+from octavo.passes.widening import before_widening
 
-_X, _EPS, _DIM, _KEEP = Bind("x"), Attr("eps"), Attr("dim"), {"keepdim": True}
+_X, _EPS, _DIM = Bind("x"), Attr("eps"), Attr("dim")
 
 
 def _mean(x: Pattern) -> Pattern:
-    return Op("aten.mean.dim", x, dim=_DIM, **_KEEP)
+    return Op("aten.mean.dim", x, dim=_DIM, keepdim=True)
 
 
 def _normalised(x: Pattern) -> Pattern:
@@ -31,7 +32,6 @@ _RMS = _normalised(_X)
 _LAYER = _normalised(Op("sub", _X, _mean(_X)))
 
 _WIDE = ("f32", "f64")
-_NARROW = ("bf16", "f16")
 
 _WHOLE = ("aten.layer_norm.default", "aten.native_layer_norm.default", "aten.rms_norm.default")
 
@@ -41,6 +41,7 @@ def raise_norm(graph: Graph, report: Report) -> int:
     """Raise each norm, whether PyTorch's own or spelled out."""
     count = sum(_raise_whole(graph, node, report) for node in graph.find(*_WHOLE))
     count += sum(_raise_spelled(graph, node) for node in graph.find("mul", "div"))
+    count += sum(_take_casts(graph, node) for node in graph.find("rms_norm", "layer_norm"))
     graph.sweep()
     for node in graph.find("rsqrt"):
         is_wide = node.output.dtype in _WIDE
@@ -64,6 +65,19 @@ def _raise_whole(graph: Graph, node: Node, report: Report) -> bool:
     kind = "rms_norm" if "rms" in node.op else "layer_norm"
     norm = graph.insert_before(node, kind, *node.inputs, eps=eps, name=node.outputs[0].name)
     graph.replace_all(node.outputs[0], norm.output)
+    return True
+
+
+def _take_casts(graph: Graph, norm: Node) -> bool:
+    """Drop a cast to f32 before a norm and the one back: it reduces in f32 anyway (OLMo)."""
+    x, back = before_widening(norm.operand(0)), graph.sole_user(norm.output)
+    if x is norm.operand(0) or back is None or back.op != "cast" or back.output.dtype != x.dtype:
+        return False
+    # What was wide was not rounded before the weight was applied, whatever the attribute says.
+    attrs = {**norm.attrs, **({"round_first": False} if norm.op == "rms_norm" else {})}
+    params = [value and before_widening(value) for value in norm.inputs[1:]]
+    narrow = graph.insert_before(back, norm.op, x, *params, **attrs)
+    graph.replace_all(back.output, narrow.output)
     return True
 
 
@@ -120,16 +134,8 @@ def _core(node: Node) -> _Norm | None:
     for op, pattern in (("layer_norm", _LAYER), ("rms_norm", _RMS)):
         found = match(pattern, node.output)
         if found and found["dim"] in ((-1,), (found["x"].tensor.rank - 1,)):
-            return _Norm(op, _below_cast(found["x"]), node.output, float(found["eps"]))
+            return _Norm(op, before_widening(found["x"]), node.output, float(found["eps"]))
     return None
-
-
-def _below_cast(value: Value) -> Value:
-    """The value that was widened, if this one is a widened one."""
-    cast = value.producer
-    if cast is None or cast.op != "cast" or value.dtype != "f32":
-        return value
-    return cast.operand(0) if cast.operand(0).dtype in _NARROW else value
 
 
 def _follow(graph: Graph, norm: _Norm) -> _Norm:
@@ -157,10 +163,12 @@ def _take_weight(graph: Graph, norm: _Norm) -> _Norm:
     round_first = norm.is_rounded and norm.out.dtype not in _WIDE
     if norm.op == "layer_norm":
         # Ours rounds last. Rounded first, the weight is a product of its own.
-        return norm if round_first else replace(norm, out=user.output, weight=_below_cast(weight))
+        if round_first:
+            return norm
+        return replace(norm, out=user.output, weight=before_widening(weight))
     weight, offset = _without_offset(weight, norm.out.dtype)
     if not round_first:
-        weight = _below_cast(weight)
+        weight = before_widening(weight)
     return replace(norm, out=user.output, weight=weight, offset=offset, round_first=round_first)
 
 
@@ -171,7 +179,7 @@ def _take_bias(graph: Graph, norm: _Norm) -> _Norm:
         return norm
     if norm.is_rounded and norm.out.dtype not in _WIDE:
         return norm
-    return replace(norm, out=user.output, bias=_below_cast(bias))
+    return replace(norm, out=user.output, bias=before_widening(bias))
 
 
 def _param(norm: _Norm, user: Node | None, op: str) -> Value | None:

@@ -15,6 +15,7 @@ from octavo.ir.graph import Graph, Node, Value
 from octavo.passes.base import Report, register_pass
 from octavo.passes.match import strip
 from octavo.passes.pieces import Piece, piece_of
+from octavo.passes.widening import before_widening
 
 _VIEWS = ("reshape", "unsqueeze", "squeeze", "expand")
 _CUTS = ("transpose", "slice", "split", "select", "cast")
@@ -63,9 +64,11 @@ def _find(graph: Graph, add: Node) -> _Rotation | None:
     """The rotation that an add ends: ``x * cos + rotate(x) * sin`` in any order."""
     for straight, turned in _orders(add):
         for (x, cos), (rotated, sin) in _products(graph, straight, turned):
-            turn = _turn(rotated)
-            if turn is not None and turn[0] == piece_of(x):
-                return _Rotation(x, cos, sin, add.output, interleaved=turn[1])
+            # Some widen x once, some widen it and what they turned apart (Ernie 4.5).
+            turn = _turn(before_widening(rotated))
+            for whole in (x, before_widening(x)):
+                if turn is not None and turn[0] == piece_of(whole):
+                    return _Rotation(whole, cos, sin, add.output, interleaved=turn[1])
     return None
 
 
@@ -159,11 +162,11 @@ def _take_cast(graph: Graph, found: _Rotation) -> _Rotation:
     back = graph.sole_user(found.out)
     if back is None or back.op != "cast":
         return found
-    wide = found.x.producer
+    narrow = before_widening(found.x)
     if found.out.dtype != found.x.dtype and back.output.dtype == found.x.dtype:
         return replace(found, out=back.output)
-    if wide is not None and wide.op == "cast" and wide.operand(0).dtype == back.output.dtype:
-        return replace(found, x=wide.operand(0), out=back.output)
+    if narrow is not found.x and back.output.dtype == narrow.dtype:
+        return replace(found, x=narrow, out=back.output)
     return found
 
 
@@ -171,12 +174,19 @@ def _take_rest(graph: Graph, found: _Rotation) -> _Rotation:
     concat = graph.sole_user(found.out)
     if concat is None or concat.op != "concat" or not _is_last(concat):
         return found
-    if concat.operand(0) is not found.out or found.out.dtype != found.x.dtype:
+    if concat.operand(0) is not found.out:
         return found
+    out = concat.output
+    if found.out.dtype != found.x.dtype:
+        # Joined with what is wide, the rest was widened; the cast back undoes that (CodeGen).
+        back = graph.sole_user(out)
+        if back is None or back.op != "cast" or back.output.dtype != found.x.dtype:
+            return found
+        out = back.output
     whole = piece_of(found.x).joined(piece_of(concat.operand(1)))
     if whole is None:
         return found
-    return replace(found, x=_value_of(graph, concat, found.x, whole), out=concat.output)
+    return replace(found, x=_value_of(graph, concat, found.x, whole), out=out)
 
 
 def _value_of(graph: Graph, anchor: Node, part: Value, whole: Piece) -> Value:
