@@ -27,7 +27,7 @@ def import_generic(call: AtenCall) -> Value | Sequence[Value]:
     target = call.node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target.namespace != "aten":
-        raise RefusedArchitecture(f"{call.graph.name}: unknown operation {target}")
+        raise RefusedArchitecture(f"unknown operation {target}")
     operands: list[Value | None] = []
     attrs: dict[str, Any] = {}
     for argument in target._schema.arguments:
@@ -45,7 +45,7 @@ def import_generic(call: AtenCall) -> Value | Sequence[Value]:
     try:
         results = call.emit_all(str(target), *operands, **attrs)
     except VerifyError as error:
-        raise RefusedArchitecture(f"{call.graph.name}: {error}") from error
+        raise RefusedArchitecture(f"{error}") from error
     return results if isinstance(call.node.meta["val"], list | tuple) else results[0]
 
 
@@ -65,4 +65,4 @@ def _attribute(call: AtenCall, value: Any, operands: list[Value | None]) -> Any:
         return call.sizes.dim(value)
     if value is None or isinstance(value, int | float | bool | str):
         return value
-    raise RefusedArchitecture(f"{call.graph.name}: {call.node.target} takes {value!r}")
+    raise RefusedArchitecture(f"{call.node.target} takes {value!r}")

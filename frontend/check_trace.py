@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.reference import Prompt, eager_logits
-from octavo.frontend.refused import RefusedArchitecture
+from octavo.frontend.refused import RefusedArchitecture, refusing
 from octavo.frontend.tokenwise import check_tokenwise
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.frontend.weights import WeightSource
@@ -91,7 +91,11 @@ def check_trace(
     512 is overrun. A 16-bit dtype may differ from Hugging Face in that dtype 3 times as much as
     that differs from float32. Raises RefusedArchitecture.
     """
-    held = CachedWeights(weights, dtype)
+    with refusing(config.model_type):
+        return _check(imported, config, dtype, CachedWeights(weights, dtype))
+
+
+def _check(imported: Imported, config: Any, dtype: torch.dtype, held: CachedWeights) -> TraceCheck:
     cache = WeightCache(imported.graph, BoundWeights(held, imported.buffers))
     num_ids = config.get_text_config().vocab_size
     check_tokenwise(imported.graph, cache, imported.max_position, num_ids)
@@ -103,7 +107,7 @@ def check_trace(
         gap = Distance.between(_graph_logits(imported.graph, cache, ids, first), expected)
         if not gap.is_within(bound):
             raise RefusedArchitecture(
-                f"{config.model_type}: the traced graph disagrees with Hugging Face by"
+                f"the traced graph disagrees with Hugging Face by"
                 f" {gap.largest:.3g} at length {len(ids)} from position {first}, expected at most"
                 f" {bound.largest:.3g} (rms of a row: {gap.row_rms:.3g}, {bound.row_rms:.3g});"
                 " refusing to compile"
@@ -114,14 +118,12 @@ def check_trace(
 
 
 def probe_prompts(graph: Graph, max_position: int, num_ids: int) -> list[Prompt]:
-    """Prompts that show a wrong trace: one token, two lengths, positions that start further on."""
+    """Prompts that show a wrong trace: one token, a longer run, the last positions."""
     spans = [node.attrs[name] for node in graph.find("attention") for name in ("window", "chunk")]
     longest = max((n for n in spans if n is not None and n <= _LONGEST_WINDOW), default=0)
     lengths_and_starts = [
         (1, 0),
-        (_SHORT, 0),
         (max(_LONG, longest + 5), 0),
-        (_SHORT, max_position // 2),
         (_SHORT, max_position - _SHORT),
     ]
     prompts = {}

@@ -57,13 +57,11 @@ class _Importer:
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         inputs = [node for node in program.graph.nodes if self._kind(node) is InputKind.USER_INPUT]
         if len(inputs) != 2:
-            raise RefusedArchitecture(
-                f"{name}: the traced program takes {len(inputs)} inputs, not 2"
-            )
+            raise RefusedArchitecture(f"the traced program takes {len(inputs)} inputs, not 2")
         self.sizes = Sizes([node.meta["val"] for node in inputs])
         for node, input_name in zip(inputs, ("ids", "positions"), strict=True):
             if not any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
-                raise RefusedArchitecture(f"{name}: it runs only at the length that was traced")
+                raise RefusedArchitecture("it runs only at the length that was traced")
             self.values[node] = self.graph.add_input(input_name, self.sizes.type(node.meta["val"]))
 
     def _kind(self, node: fx.Node) -> InputKind | None:
@@ -84,7 +82,7 @@ class _Importer:
         if not _makes_tensors(node):
             return  # sizes are read off their symbolic values where they are used
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise RefusedArchitecture(f"{self.graph.name}: unknown operation {node.target}")
+            raise RefusedArchitecture(f"unknown operation {node.target}")
         call = AtenCall(self.graph, node, self.value_of, self.sizes, origin_of(node), self.prefix)
         self.values[node] = self._translate(call)
 
@@ -93,14 +91,16 @@ class _Importer:
         if rule is not None:
             try:
                 result = rule(call)
-            except VerifyError:
+            except VerifyError as error:
+                if call.node.target.namespace != "aten":
+                    raise RefusedArchitecture(str(error)) from error
                 result = None  # the op means less than ATen's: PyTorch runs this one
             if result is not None and call.fits(result):
                 return result
         result = import_generic(call)
         if not call.fits(result):
             raise RefusedArchitecture(
-                f"{self.graph.name}: {call.node.target} gives {result}, the trace says otherwise"
+                f"{call.node.target} gives {result}, the trace says otherwise"
             )
         return result
 
@@ -122,7 +122,7 @@ class _Importer:
             return self.graph.constant("checkpoint", name=name, key=key, type=tensor_type)
         tensor = self.program.constants.get(target)
         if tensor is None:
-            raise RefusedArchitecture(f"{self.graph.name}: the constant {target} has no value")
+            raise RefusedArchitecture(f"the constant {target} has no value")
         if tensor.numel() <= _LITERAL_ELEMENTS and not tensor.is_complex():
             return self._literal(name, tensor.detach())
         if spec.kind is not InputKind.BUFFER:
@@ -136,9 +136,7 @@ class _Importer:
     def _finish(self, node: fx.Node) -> None:
         (results,) = node.args
         if len(results) != 1:
-            raise RefusedArchitecture(
-                f"{self.graph.name}: the traced program changes its own state"
-            )
+            raise RefusedArchitecture("the traced program changes its own state")
         self.graph.outputs = [self.value_of(results[0])]
         self.graph.sweep()
         self.result.attention_calls = len(self.graph.find("attention"))

@@ -32,10 +32,11 @@ def build_model(config: Any, dtype: torch.dtype, **implementations: str) -> Any:
         reason = f"transformers cannot build it: {gist(error)}"
         if isinstance(error, KeyError) and set(implementations.values()) & set(error.args):
             reason = "attention does not go through transformers' attention interface"
-        raise RefusedArchitecture(f"{config.model_type}: {reason}") from error
+        raise RefusedArchitecture(f"{reason}") from error
     model.eval()
     for module in model.modules():
         _compute_buffers(model, module)
+        _check_attributes(module)
     return model
 
 
@@ -62,6 +63,15 @@ def _compute_buffers(model: Any, module: nn.Module) -> None:
         module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
     with torch.no_grad():
         model._init_weights(module)
+
+
+def _check_attributes(module: nn.Module) -> None:
+    """A tensor that is neither parameter nor buffer has no numbers now, and no name to load by."""
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise RefusedArchitecture(
+                f"{type(module).__name__}.{name} is a tensor that is neither parameter nor buffer"
+            )
 
 
 def _on_meta(module: nn.Module, name: str) -> bool:

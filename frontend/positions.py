@@ -15,7 +15,7 @@ def stated_positions(config: Any) -> int:
     text = config.get_text_config()
     stated = next((getattr(text, name) for name in _NAMES if getattr(text, name, None)), None)
     if not isinstance(stated, int):
-        raise RefusedArchitecture(f"{config.model_type}: its config states no maximum position")
+        raise RefusedArchitecture("its config states no maximum position")
     return stated
 
 

@@ -34,20 +34,24 @@ def eager_logits(
     if not isinstance(weights, CachedWeights) or weights.dtype != dtype:
         weights = CachedWeights(weights, dtype)
     model = build_model(config, dtype, attn_implementation="eager")
-    try:
-        with _streamed(model, weights):
-            return [_forward(model, *prompt) for prompt in prompts]
-    except (RuntimeError, NotImplementedError) as error:
-        # Some module reads a parameter of another one, which is not there at that time.
-        _log.debug("%s cannot be streamed, loading it whole: %s", config.model_type, error)
-    _load_all(model, weights)
-    return [_forward(model, *prompt) for prompt in prompts]
+    with _streamed(model, weights):
+        results = [_forward(model, *prompt) for prompt in prompts]
+    if not any(logits.isnan().any() for logits in results):
+        return results
+    _log.debug("%s cannot be streamed: loading all of its weights", config.model_type)
+    whole = eager_model(config, dtype, weights)
+    return [_forward(whole, *prompt) for prompt in prompts]
 
 
 def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
     """Hugging Face's model, eager, with all its weights in memory: good for ``generate``."""
     model = build_model(config, dtype, attn_implementation="eager")
-    _load_all(model, CachedWeights(weights, dtype, limit_bytes=0))
+    weights = CachedWeights(weights, dtype, limit_bytes=0)
+    loaded: dict[str, Tensor] = {}
+    for table, name, key in list(_weight_places(model)):
+        if key not in loaded:
+            loaded[key] = _as_weight(table[name], weights.load(key))
+        table[name] = loaded[key]
     return model
 
 
@@ -61,22 +65,16 @@ def _forward(model: Any, ids: list[int], first_position: int) -> Tensor:
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         use_cache=False,
     ).logits
-    if logits.is_meta:
-        raise RuntimeError("the logits came out with no numbers")
     return logits[0].float()
-
-
-def _load_all(model: Any, weights: CachedWeights) -> None:
-    loaded: dict[str, Tensor] = {}
-    for table, name, key in _weight_places(model):
-        if key not in loaded:
-            loaded[key] = _as_weight(table[name], weights.load(key))
-        table[name] = loaded[key]
 
 
 @contextmanager
 def _streamed(model: Any, weights: CachedWeights) -> Iterator[None]:
-    """While inside, a module has its own weights just while its forward runs."""
+    """While inside, a module has its own weights just while its forward runs.
+
+    At other times NaNs stand in for them, without memory behind them: a module that reads another
+    one's weights then says so in the logits. (On the meta device it would compute with garbage.)
+    """
     handles = []
     for module, places in _by_module(model).items():
         hold, free = _hooks(places, weights)
@@ -89,13 +87,19 @@ def _streamed(model: Any, weights: CachedWeights) -> Iterator[None]:
             handle.remove()
 
 
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A CPU tensor of the same shape and dtype: NaN everywhere, stored once."""
+    fill = torch.nan if tensor.is_floating_point() else 0
+    return _as_weight(tensor, torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape))
+
+
 _Places = list[tuple[_Table, str, str]]
 
 
 def _hooks(
     places: _Places, weights: CachedWeights
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    absent = [table[name] for table, name, _ in places]
+    absent = [_stand_in(table[name]) for table, name, _ in places]
 
     def hold(*_: Any) -> None:
         for table, name, key in places:
@@ -105,6 +109,7 @@ def _hooks(
         for (table, name, _key), tensor in zip(places, absent, strict=True):
             table[name] = tensor
 
+    free()
     return hold, free
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from octavo.ir.errors import OctavoError
 
 
@@ -9,7 +12,16 @@ class RefusedArchitecture(OctavoError):
     """A model that Octavo would get wrong, or cannot trace: its text is the one-line reason."""
 
 
+@contextmanager
+def refusing(model_type: str) -> Iterator[None]:
+    """Put the model's type before the reason of any refusal inside."""
+    try:
+        yield
+    except RefusedArchitecture as error:
+        raise RefusedArchitecture(f"{model_type}: {error}") from error
+
+
 def gist(error: BaseException) -> str:
-    """The first line that says something, of the innermost error that has one."""
+    """The kind of an error and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

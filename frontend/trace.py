@@ -15,9 +15,10 @@ from torch.export import Dim, ExportedProgram, export
 
 from octavo.frontend.attention_hook import IMPLEMENTATION, attention_hooks
 from octavo.frontend.import_aten import import_program
+from octavo.frontend.mask_probe import MaskDescription
 from octavo.frontend.meta_model import build_model, computed_buffers, parameters_on_cpu
 from octavo.frontend.positions import bound_positions
-from octavo.frontend.refused import RefusedArchitecture, gist
+from octavo.frontend.refused import RefusedArchitecture, gist, refusing
 from octavo.frontend.weights import WeightSource
 from octavo.ir.graph import Graph
 
@@ -77,16 +78,21 @@ def import_model(config: Any, dtype: torch.dtype) -> Imported:
     Raises RefusedArchitecture with the reason when the model cannot be traced, or when the traced
     graph could not be executed on several sequences laid end to end.
     """
-    _check_config(config)
-    with attention_hooks():
-        model = build_model(
-            config, dtype, attn_implementation=IMPLEMENTATION, experts_implementation=IMPLEMENTATION
-        )
-        _check_forward(model)
-        bound = bound_positions(model)
-        program = _export(model)
-    imported = import_program(program, model, config.model_type)
-    _check_attention(model, imported.attention_calls)
+    with refusing(config.model_type):
+        _check_config(config)
+        with attention_hooks():
+            model = build_model(
+                config,
+                dtype,
+                attn_implementation=IMPLEMENTATION,
+                experts_implementation=IMPLEMENTATION,
+            )
+            _check_forward(model)
+            bound = bound_positions(model)
+            program = _export(model)
+        _check_attention(model, _count_attention(program))
+        imported = import_program(program, model, config.model_type)
+        _check_attention(model, imported.attention_calls)
     return Imported(
         graph=imported.graph,
         model=model,
@@ -99,30 +105,33 @@ def import_model(config: Any, dtype: torch.dtype) -> Imported:
 
 def _check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise RefusedArchitecture(f"{config.model_type}: encoder-decoder models are not supported")
+        raise RefusedArchitecture("encoder-decoder models are not supported")
     text = config.get_text_config()
     if any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
-        raise RefusedArchitecture(
-            f"{config.model_type}: mixture-of-experts models are not supported yet"
-        )
+        raise RefusedArchitecture("mixture-of-experts models are not supported yet")
 
 
 def _check_forward(model: Any) -> None:
     """A model that is not told positions counts them itself, from 0 in every row."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    forwards = (model.forward, model.base_model.forward)
+    if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
         raise RefusedArchitecture(
-            f"{model.config.model_type}: its forward takes no position_ids, so positions of several"
-            " sequences in one step cannot be given"
+            "its forward takes no position_ids, so the positions of several sequences in one step"
+            " cannot be given"
         )
 
 
+def _count_attention(program: ExportedProgram) -> int:
+    target = torch.ops.octavo.attention.default
+    return sum(node.target is target for node in program.graph.nodes)
+
+
 def _check_attention(model: Any, attention_calls: int) -> None:
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
+    layers = model.config.get_text_config().num_hidden_layers
     if attention_calls < layers:
         raise RefusedArchitecture(
-            f"{config.model_type}: {attention_calls} of {layers} layers attend through"
-            " transformers' attention interface; the others attend, or remember, in their own way"
+            f"{attention_calls} of {layers} layers attend through transformers' interface;"
+            " the others attend, or remember, in a way of their own"
         )
 
 
@@ -137,7 +146,6 @@ def _export(model: Any) -> ExportedProgram:
     length = _example_length(model)
     ids = torch.zeros(1, length, dtype=torch.long)
     positions = torch.arange(length)[None]
-    kind = model.config.model_type
     try:
         with parameters_on_cpu(model), torch.no_grad(), _no_warnings():
             dynamic = ({1: Dim.DYNAMIC}, {1: Dim.DYNAMIC})
@@ -145,10 +153,7 @@ def _export(model: Any) -> ExportedProgram:
             program = export(step, (ids, positions), dynamic_shapes=dynamic, strict=False)
             return _functional(program)
     except Exception as error:  # the model's own code runs here
-        refusal = _refusal(error)
-        if refusal is not None:
-            raise RefusedArchitecture(f"{kind}: {refusal}") from error
-        raise RefusedArchitecture(f"{kind}: torch.export cannot trace it: {gist(error)}") from error
+        raise _refusal(error) from error
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
@@ -163,11 +168,19 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _refusal(error: BaseException | None) -> RefusedArchitecture | None:
-    """A refusal of ours somewhere in a chain of errors."""
-    while error is not None and not isinstance(error, RefusedArchitecture):
-        error = error.__cause__ or error.__context__
-    return error
+def _refusal(error: BaseException) -> RefusedArchitecture:
+    """The reason behind an error of the export."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RefusedArchitecture):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return cause
+    if MaskDescription.__name__ in str(error):
+        return RefusedArchitecture(
+            "it computes with its attention mask, so attention does not go through transformers'"
+            " attention interface"
+        )
+    return RefusedArchitecture(f"torch.export cannot trace it: {gist(error)}")
 
 
 @contextmanager
