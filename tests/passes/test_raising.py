@@ -41,8 +41,8 @@ EXPECTED: dict[str, dict[str, int]] = {
     "olmo": {"layer_norm": 5, "rotary": 4, "gated_activation": 2, "linear": 15},
     "olmo2": {"rms_norm": 9, "rotary": 4, "gated_activation": 2, "linear": 15},
 }
-# All in bf16, where casts stand around everything. In f32 the patterns are plainer: one of each kind
-# of norm and rotation.
+# All in bf16, where casts stand around everything. In f32 the patterns are plainer: one of each
+# kind of norm and rotation.
 IN_F32 = ("llama", "gemma2", "cohere", "gptj")
 
 CASES = [
