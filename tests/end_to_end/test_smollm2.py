@@ -7,11 +7,13 @@ tests/reference/make_smollm2_golden.py, which also measured what float32 itself 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.smollm2_prompts import PROMPTS
 
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
@@ -89,11 +91,13 @@ def test_a_pool_so_small_that_requests_wait(smollm2: Path, golden: Golden) -> No
     assert llm.stats().num_preemptions > 0, "the pool was not small enough to prove anything"
 
 
-def test_text_and_chat_are_tokenised_as_hugging_face_does(smollm2: Path, golden: Golden) -> None:
-    from reference.smollm2_prompts import PROMPTS
-
+def test_text_is_tokenised_as_hugging_face_does(smollm2: Path, golden: Golden) -> None:
     tokenizer = LLM(str(smollm2)).get_tokenizer()
-    for case in golden.cases:
+    # transformers' own GGUF reader leaves out that SmolLM2 splits digits one by one: its ids for
+    # text with digits are not the model's. tests/frontend/test_model_files.py has those.
+    plain = [case for case in golden.cases if not re.search(r"\d", PROMPTS[case["name"]])]
+    assert len(plain) > 10
+    for case in plain:
         assert tokenizer.encode(PROMPTS[case["name"]]) == case["prompt_token_ids"], case["name"]
 
 
