@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,9 @@ class ArtifactWriter:
             self._remove()
         if isinstance(error, OSError) and _is_about_writing(error, self.directory):
             raise self._explained(error) from None
-        if _says_disk_is_full(error):
-            raise self._explained(OSError(errno.ENOSPC, "No space left on device")) from None
+        wrapped = _system_error(error)
+        if wrapped is not None:
+            raise self._explained(wrapped) from None
 
     def write_text(self, path: str, text: str) -> None:
         """Write a text file of the artifact."""
@@ -218,6 +220,9 @@ def _is_about_writing(error: OSError, directory: Path) -> bool:
     return error.filename is not None and str(error.filename).startswith(str(directory))
 
 
-def _says_disk_is_full(error: BaseException | None) -> bool:
-    # safetensors wraps the system's error in one of its own that carries no errno.
-    return type(error).__name__ == "SafetensorError" and "No space left" in str(error)
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The system's error that safetensors wraps in one of its own, which has it only as text."""
+    if type(error).__name__ != "SafetensorError":
+        return None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None

@@ -83,8 +83,7 @@ def _width(node: Node, index: int = 0) -> Any:
 
 
 def _norm(node: Node, *, weight_at: int) -> Rule:
-    weight = node.inputs[weight_at]
-    bias = node.inputs[weight_at + 1] if len(node.inputs) > weight_at + 1 else None
+    weight, bias = [*node.inputs[weight_at:], None, None][:2]
     constants = (
         ("hidden", _width(node)),
         ("dtype", node.operand(0).dtype),

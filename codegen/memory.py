@@ -61,7 +61,7 @@ class MemoryPlan:
     def unshared_bytes_per(self, symbol: str) -> int:
         """Bytes for each unit of a symbol if each value had a buffer of its own."""
         values = (v for b in self.buffers if b.symbol == symbol for v in b.values)
-        return sum(unit_size(value.tensor)[1] for value in values)  # type: ignore[index]
+        return sum(_bytes(value) for value in values)
 
 
 def unit_size(tensor: TensorType) -> tuple[str, int] | None:
@@ -158,7 +158,7 @@ def _overwritten(
 ) -> frozenset[Value]:
     """The operands that die at a line and whose memory its result may take."""
     index = line.outputs.index(result)
-    operands = [line.inputs[operand] for r, operand in line.rule.in_place if r == index]
+    operands = [line.operand(operand) for r, operand in line.rule.in_place if r == index]
     viewed = {roots[v] for v in line.operands if v in roots}  # an overlapping read of other strides
     return frozenset(
         text[v]

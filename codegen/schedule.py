@@ -167,7 +167,7 @@ def _assemble(
         for number, (signature, group) in enumerate(groups.items())
     }
     calls = [Call(bodies[_signature(part)], part) for part in parts]
-    steps = (*lines[: cuts[0]], *calls, *lines[cuts[-1] :])
+    steps: tuple[Line | Call, ...] = (*lines[: cuts[0]], *calls, *lines[cuts[-1] :])
     return Schedule(steps, tuple(bodies.values()), tuple(outputs))
 
 

@@ -94,7 +94,8 @@ def check_finite(value: Value, tensor: Tensor) -> None:
     """Raise OctavoError when a floating-point weight has a NaN or an infinity."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         return
-    for piece in tensor.flatten().split(1 << 24):  # the mask of a whole embedding would be large
+    # In pieces: the mask of a whole embedding would be large.
+    for piece in torch.split(tensor.flatten(), 1 << 24):
         if not bool(torch.isfinite(piece).all()):
             kind = "a NaN" if bool(torch.isnan(piece).any()) else "an infinity"
             raise OctavoError(
