@@ -128,9 +128,10 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     out enough for greedy decoding to wander.
     """
     config = {**TINY, **MORE}[name]()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # Built in the dtype, not converted: Hugging Face keeps rotary frequencies in float32.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     _randomise(model, seed)
-    return model.to(dtype)
+    return model.eval()
 
 
 @torch.no_grad()

@@ -1,0 +1,224 @@
+"""Traced models compute what Hugging Face computes, at other lengths and positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_zoo import MORE, NUM_POSITIONS, TINY, WINDOW, tiny_model
+from state_dict_weights import StateDictWeights
+from torch import Tensor
+from transformers import AutoConfig, masking_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from octavo.frontend.refused import RefusedArchitecture
+from octavo.frontend.trace import Imported, import_model
+from octavo.ir.interpret import interpret
+from octavo.ir.types import SymDim
+from octavo.ir.verify import verify
+
+# Length and first position; no model is traced at 5 or 27 tokens, and 27 overruns the window.
+PROMPTS = [(1, 0), (5, 0), (27, 0), (27, 20)]
+
+
+def prompt(length: int, first: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 256, (1, length), generator=torch.Generator().manual_seed(length))
+    return ids, torch.arange(first, first + length)[None]
+
+
+@torch.no_grad()
+def hugging_face(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+    ).logits
+    return logits.float()
+
+
+def traced(imported: Imported, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    inputs = {"ids": ids, "positions": positions}
+    (logits,) = interpret(imported.graph, inputs, StateDictWeights(model))
+    assert isinstance(logits, Tensor)
+    return logits.float()
+
+
+@pytest.mark.parametrize("name", [*TINY, *MORE])
+def test_float32_graph_gives_the_logits_of_hugging_face(name: str) -> None:
+    model = tiny_model(name)
+    imported = import_model(model.config, torch.float32)
+    verify(imported.graph)
+    for length, first in PROMPTS:
+        ids, positions = prompt(length, first)
+        expected = hugging_face(model, ids, positions)
+        got = traced(imported, model, ids, positions)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+    assert expected.argmax(-1).unique().numel() > 9, "the model says the same whatever it reads"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_bfloat16_graph_is_as_close_as_hugging_face_in_bfloat16(name: str) -> None:
+    rounded = tiny_model(name, dtype=torch.bfloat16)
+    exact = tiny_model(name, dtype=torch.bfloat16).float()
+    imported = import_model(rounded.config, torch.bfloat16)
+    verify(imported.graph)
+    for length, first in PROMPTS[1:]:
+        ids, positions = prompt(length, first)
+        expected = hugging_face(exact, ids, positions)
+        noise = (hugging_face(rounded, ids, positions) - expected).square().mean().sqrt()
+        error = (traced(imported, rounded, ids, positions) - expected).square().mean().sqrt()
+        assert error <= 1.5 * noise
+
+
+def test_values_are_named_after_modules_and_know_their_source_line() -> None:
+    graph = import_model(TINY["llama-tied"](), torch.bfloat16).graph
+    assert [f"{value}: {value.type}" for value in graph.inputs] == [
+        "%ids: i64[1, T]",
+        "%positions: i64[1, T]",
+    ]
+    assert [f"{value}: {value.type}" for value in graph.outputs] == ["%logits: bf16[1, T, 256]"]
+    expected_ops = {
+        "%embed_tokens": "embedding",
+        "%layers.1.input_layernorm": "mul",
+        "%layers.1.self_attn.q_proj": "linear",
+        "%layers.1.self_attn.attention": "attention",
+        "%layers.1.mlp.act_fn": "silu",
+        "%layers.1.mlp.down_proj": "linear",
+        "%layers.1": "add",
+        "%norm": "mul",
+        "%logits": "linear",
+    }
+    for name, op in expected_ops.items():
+        producer = graph.value(name).producer
+        assert producer is not None
+        assert producer.op == op, name
+    origin = graph.value("%layers.1.mlp.down_proj").origin
+    assert origin.module == "model.layers.1.mlp.down_proj"
+    assert origin.source is not None
+    assert origin.source.startswith("modeling_llama.py:")
+
+
+def test_tied_weights_are_one_weight_under_the_owners_name() -> None:
+    graph = import_model(TINY["llama-tied"](), torch.bfloat16).graph
+    assert not graph.has_value("@lm_head.weight")
+    embedding = graph.value("@embed_tokens.weight")
+    assert embedding.producer is not None
+    assert embedding.producer.attrs["key"] == "model.embed_tokens.weight"
+    assert [user.op for user in graph.users(embedding)] == ["embedding", "linear"]
+
+
+def test_windows_and_softcaps_are_attributes_of_attention() -> None:
+    imported = import_model(TINY["gemma2"](), torch.float32)
+    nodes = imported.graph.find("attention")
+    assert imported.attention_calls == len(nodes) == 4
+    assert [node.attrs["window"] for node in nodes] == [WINDOW, None, WINDOW, None]
+    assert {node.attrs["softcap"] for node in nodes} == {50.0}
+    assert {node.attrs["scale"] for node in nodes} == {24**-0.5}
+
+
+def test_chunked_attention_is_found() -> None:
+    config = AutoConfig.for_model(
+        "llama4_text",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        intermediate_size_mlp=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=NUM_POSITIONS,
+        attention_chunk_size=WINDOW,
+        num_local_experts=1,
+        moe_layers=[],
+        pad_token_id=0,
+    )
+    nodes = import_model(config, torch.float32).graph.find("attention")
+    assert [node.attrs["chunk"] for node in nodes] == [WINDOW, WINDOW, WINDOW, None]
+
+
+def test_only_the_number_of_tokens_is_symbolic() -> None:
+    graph = import_model(TINY["phi3"](), torch.float32).graph
+    dims = {dim for node in graph.nodes for value in node.outputs for dim in value.shape}
+    assert {dim for dim in dims if isinstance(dim, SymDim)} == {SymDim("T")}
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    config = TINY["mistral"]()
+    before = config.to_dict()
+    find_packed = masking_utils.find_packed_sequence_indices
+    imported = import_model(config, torch.bfloat16)
+    assert config.to_dict() == before
+    assert masking_utils.find_packed_sequence_indices is find_packed
+    assert "octavo" not in transformers.AttentionInterface().valid_keys()
+    assert "octavo" not in AttentionMaskInterface().valid_keys()
+    assert all(parameter.is_meta for parameter in imported.model.parameters())
+    assert not any(buffer.is_meta for buffer in imported.buffers.values())
+
+
+def test_longrope_is_bounded_by_the_length_it_switches_at() -> None:
+    imported = import_model(MORE["phi3-longrope"](), torch.float32)
+    assert imported.max_position == 48
+    (notice,) = imported.notices
+    assert "limited to 48 of 256" in notice
+    assert import_model(TINY["phi3"](), torch.float32).max_position == NUM_POSITIONS
+
+
+LLAMA = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": NUM_POSITIONS,
+}
+
+
+def test_dynamic_rope_is_plain_rope_up_to_the_stated_length() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    dynamic = import_model(
+        AutoConfig.for_model("llama", **LLAMA, rope_parameters=rope), torch.float32
+    )
+    plain = import_model(AutoConfig.for_model("llama", **LLAMA), torch.float32)
+    assert dynamic.max_position == NUM_POSITIONS
+    assert [n.op for n in dynamic.graph.nodes] == [n.op for n in plain.graph.nodes]
+    key = "model.rotary_emb.inv_freq"
+    assert torch.equal(dynamic.buffers[key], plain.buffers[key])
+
+
+_GPT = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bloom", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "position_ids"),
+    ("falcon", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "interface"),
+    ("mpt", {"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 4}, "position_ids"),
+    ("openai-gpt", {**_GPT, "n_positions": 256}, "0 of 2 layers attend through"),
+    (
+        "xglm",
+        {"vocab_size": 256, "d_model": 64, "num_layers": 2, "attention_heads": 4},
+        "interface",
+    ),
+    ("mamba", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "position_ids"),
+    ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"]}, "1 of 2 layers attend through"),
+    (
+        "mixtral",
+        {**LLAMA, "num_local_experts": 4},
+        "mixture-of-experts",
+    ),
+    ("qwen3_moe", {**LLAMA, "num_experts": 4}, "mixture-of-experts"),
+    ("t5", {"vocab_size": 256, "d_model": 64, "num_layers": 2}, "encoder-decoder"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "reason"), REFUSED, ids=[model_type for model_type, *_ in REFUSED]
+)
+def test_what_would_come_out_wrong_is_refused(
+    model_type: str, sizes: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(model_type, **sizes)
+    with pytest.raises(RefusedArchitecture, match=reason) as caught:
+        import_model(config, torch.float32)
+    assert str(caught.value).startswith(f"{model_type}: ")
+    assert "\n" not in str(caught.value)
