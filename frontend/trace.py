@@ -180,6 +180,10 @@ def _refusal(error: BaseException) -> RefusedArchitecture:
             "it computes with its attention mask, so attention does not go through transformers'"
             " attention interface"
         )
+    if "Constraints violated" in str(error):
+        return RefusedArchitecture(
+            "its code fixes the number of tokens to the one it was traced with"
+        )
     return RefusedArchitecture(f"torch.export cannot trace it: {gist(error)}")
 
 
