@@ -75,13 +75,16 @@ class Conversation:
     def answer(self, prompt: str) -> None:
         """Stream the answer to stdout. A turn that fails is not remembered."""
         messages = [*self.messages, {"role": "user", "content": prompt}]
-        pieces = []
+        pieces: list[str] = []
         try:
             for piece in self.llm.stream_chat(messages, self.params):
                 pieces.append(piece)
                 print(piece, end="", flush=True)
-        finally:
-            print()
+        except BaseException:
+            if pieces:
+                print()  # what is said of the error begins a line
+            raise
+        print()
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         if self.show_stats:
             print(_stats_line(self.llm), file=sys.stderr)
