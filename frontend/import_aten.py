@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -76,7 +76,7 @@ class _Importer:
 
     def _import_call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            source, index = node.args
+            source, index = cast(tuple[fx.Node, int], node.args)
             self.values[node] = self.values[source][index]
             return
         if not _makes_tensors(node):
@@ -92,7 +92,7 @@ class _Importer:
             try:
                 result = rule(call)
             except VerifyError as error:
-                if call.node.target.namespace != "aten":
+                if not str(call.node.target).startswith("aten."):
                     raise RefusedArchitecture(str(error)) from error
                 result = None  # the op means less than ATen's: PyTorch runs this one
             if result is not None and call.fits(result):
@@ -134,7 +134,7 @@ class _Importer:
         return self.graph.constant("literal", name=name, data=tensor.tolist(), type=literal_type)
 
     def _finish(self, node: fx.Node) -> None:
-        (results,) = node.args
+        (results,) = cast(tuple[tuple[fx.Node, ...]], node.args)
         if len(results) != 1:
             raise RefusedArchitecture("the traced program changes its own state")
         self.graph.outputs = [self.value_of(results[0])]

@@ -27,7 +27,8 @@ def build_model(config: Any, dtype: torch.dtype, **implementations: str) -> Any:
         with torch.device("meta"), _quiet():
             # The model keeps, and changes, the config that it is given.
             own = copy.deepcopy(config)
-            model = AutoModelForCausalLM.from_config(own, dtype=dtype, **implementations)
+            build: Any = AutoModelForCausalLM.from_config
+            model = build(own, dtype=dtype, **implementations)
     except Exception as error:  # model classes raise whatever their constructor finds
         reason = f"transformers cannot build it: {gist(error)}"
         if isinstance(error, KeyError) and set(implementations.values()) & set(error.args):
@@ -57,7 +58,7 @@ def _compute_buffers(model: Any, module: nn.Module) -> None:
     if not computed:
         return
     for name in computed:
-        buffer = module._buffers[name]
+        buffer = module.get_buffer(name)
         # NaN shows up in the check against Hugging Face when an initialisation forgets a buffer.
         fill = torch.nan if buffer.is_floating_point() else 0
         module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
@@ -79,7 +80,7 @@ def _on_meta(module: nn.Module, name: str) -> bool:
     return buffer is not None and buffer.is_meta
 
 
-def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+def computed_buffers(model: Any) -> dict[str, Tensor]:
     """The buffers that no checkpoint holds, by qualified name."""
     return {name: buffer for name, buffer in model.named_non_persistent_buffers()}
 
@@ -92,10 +93,12 @@ def parameters_on_cpu(model: nn.Module) -> Iterator[None]:
     constants that a forward pass makes on the device of its inputs.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    tables: list[dict[str, Any]] = [
+        table for module in model.modules() for table in (module._parameters, module._buffers)
+    ]
     places = [
         (table, name, tensor)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
+        for table in tables
         for name, tensor in table.items()
         if tensor is not None and tensor.is_meta
     ]

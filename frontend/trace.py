@@ -164,7 +164,7 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
     """
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
-        return program.run_decompositions({})
+        program = program.run_decompositions({})
     return program
 
 
