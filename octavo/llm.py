@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.artifact_cache import compiled
 from octavo.ir.errors import OctavoError
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
@@ -29,5 +28,8 @@ class LLM(ArtifactLLM):
                     "models; leave it out"
                 )
             dtype = str(DTYPES[options.dtype]).removeprefix("torch.") if options.dtype else "auto"
+            # Here and not above: an artifact loads without the seconds that the compiler takes.
+            from octavo.artifact_cache import compiled
+
             path = compiled(model, dtype=dtype, revision=options.revision)
         return super().open_artifact(path, options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,11 +105,16 @@ def allocate_kv_caches(
 
     def cache(slot: KVSlot, head_dim: int) -> Tensor:
         shape = (plan.num_blocks, plan.block_size, slot.num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # NumPy's zeros are fresh pages of the system: they take memory, and the second a gigabyte
+        # that clearing them takes, only when they are first used. PyTorch clears them at once.
+        content = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(content).view(dtype).reshape(shape)
 
     try:
         return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise CapacityError(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
             "lower kv_cache_memory_bytes"
