@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import OrderedDict
 
 NULL_BLOCK = 0
 
@@ -15,6 +15,10 @@ class BlockManager:
     request's last block first, so that the queue is also the order in which a prefix cache would
     evict: least recently used first, tails before heads. A cached block is then one whose count
     is zero and that is still in the queue; taking it again is removing it from the queue.
+
+    Nothing depends on where a block lies, but a kernel reads a request whose blocks lie in a row as
+    one slice. So a request grows into the next block while that is free, and starts where the
+    blocks that it may come to need are likely to be.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -23,7 +27,8 @@ class BlockManager:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens hold nothing")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(NULL_BLOCK + 1, num_blocks))
+        self._free = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))  # oldest first
+        self._next_start = NULL_BLOCK + 1
         self._ref_counts = [0] * num_blocks
         self._tables: dict[str, array[int]] = {}
 
@@ -50,22 +55,42 @@ class BlockManager:
         missing = self.num_missing(request_id, num_tokens)
         return missing == 0 or missing + keep_free <= len(self._free)
 
-    def allocate(self, request_id: str, num_tokens: int) -> None:
-        """Grow the request's table until it holds ``num_tokens`` tokens in all."""
+    def allocate(self, request_id: str, num_tokens: int, expected_tokens: int = 0) -> None:
+        """Grow the request's table until it holds ``num_tokens`` tokens in all.
+
+        ``expected_tokens`` is what it may come to hold. It reserves nothing: the next request to
+        start leaves so much room if it can.
+        """
         missing = self.num_missing(request_id, num_tokens)
         assert missing <= len(self._free), "ask can_allocate first"
         table = self._tables.setdefault(request_id, array("i"))
         for _ in range(missing):
-            block_id = self._free.popleft()
+            wish = table[-1] + 1 if table else self._place(max(num_tokens, expected_tokens))
+            block_id = self._take(wish)
             self._ref_counts[block_id] = 1
             table.append(block_id)
+
+    def _place(self, expected_tokens: int) -> int:
+        """Where a request that may grow to this many tokens would like to start."""
+        start, extent = self._next_start, self.blocks_for(expected_tokens)
+        if start + extent > self.num_blocks:
+            start = NULL_BLOCK + 1
+        self._next_start = start + extent
+        return start
+
+    def _take(self, wish: int) -> int:
+        """The block that is wished for if it is free, else the one that is free the longest."""
+        if wish in self._free:
+            del self._free[wish]
+            return wish
+        return self._free.popitem(last=False)[0]
 
     def free(self, request_id: str) -> None:
         """Give back everything that the request holds; nothing when it holds nothing."""
         for block_id in reversed(self._tables.pop(request_id, array("i"))):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
-                self._free.append(block_id)
+                self._free[block_id] = None
 
     def block_ids(self, request_id: str) -> array[int]:
         """A copy of the request's block table, int32, in the order of its context."""

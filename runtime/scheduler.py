@@ -156,7 +156,9 @@ class Scheduler:
             if not self.blocks.can_allocate(request.request_id, request.num_tokens, keep_free):
                 return  # nobody overtakes
             self.waiting.popleft()
-            self.blocks.allocate(request.request_id, request.num_tokens)
+            self.blocks.allocate(
+                request.request_id, request.num_tokens, expected_tokens=request.max_total_tokens
+            )
             request.status = RequestStatus.RUNNING
             self.running[request.request_id] = request
             draft.place(request.request_id, self._chunk(request, draft.budget))

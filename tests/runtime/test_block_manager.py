@@ -32,8 +32,28 @@ def test_freed_blocks_go_to_the_back_last_first() -> None:
     blocks = BlockManager(num_blocks=6, block_size=4)
     blocks.allocate("a", 12)
     blocks.free("a")
-    blocks.allocate("b", 20)
-    assert list(blocks.block_ids("b")) == [4, 5, 3, 2, 1]
+    assert list(blocks._free) == [4, 5, 3, 2, 1]
+
+
+def test_a_request_grows_into_the_next_block_while_that_is_free() -> None:
+    blocks = BlockManager(num_blocks=9, block_size=4)
+    blocks.allocate("a", 4, expected_tokens=12)
+    blocks.allocate("b", 4, expected_tokens=8)  # leaves blocks 2 and 3 to a
+    blocks.allocate("a", 12)
+    assert list(blocks.block_ids("a")) == [1, 2, 3]
+    assert list(blocks.block_ids("b")) == [4]
+    blocks.allocate("c", 4)
+    assert list(blocks.block_ids("c")) == [6]
+    blocks.allocate("b", 12)  # more than it expected: 6 is taken, 7 is free the longest
+    assert list(blocks.block_ids("b")) == [4, 5, 7]
+
+
+def test_a_place_that_is_taken_falls_back_to_the_oldest_free_block() -> None:
+    blocks = BlockManager(num_blocks=5, block_size=4)
+    blocks.allocate("a", 4, expected_tokens=400)
+    blocks.allocate("b", 4)  # the place after a lies beyond the pool, and the first block is a's
+    assert list(blocks.block_ids("a")) == [1]
+    assert list(blocks.block_ids("b")) == [2]
     blocks.check()
 
 
@@ -80,7 +100,7 @@ def test_a_pool_that_holds_nothing_is_refused(num_blocks: int, block_size: int) 
 
 def test_the_checker_sees_a_lost_block() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
-    blocks._free.pop()
+    blocks._free.popitem()
     with pytest.raises(AssertionError, match="lost"):
         blocks.check()
 
@@ -88,6 +108,6 @@ def test_the_checker_sees_a_lost_block() -> None:
 def test_the_checker_sees_a_block_both_free_and_used() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
     blocks.allocate("a", 4)
-    blocks._free.append(1)
+    blocks._free[1] = None
     with pytest.raises(AssertionError, match="free and used"):
         blocks.check()
