@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from octavo.codegen.expressions import (
     view_text,
 )
 from octavo.codegen.kernels import PLAN, VIEWS
+from octavo.codegen.loops import CallText, fold_calls
 from octavo.codegen.lower import Line, is_state
 from octavo.codegen.memory import MemoryPlan
 from octavo.codegen.render import KernelSet, environment
@@ -202,17 +204,23 @@ class ProgramWriter:
 
     def _main(self) -> Scope:
         scope = Scope("self")
-        names = Names(("self", "b", "torch", "F", *(value.name for value in self.graph.inputs)))
+        names = Names(
+            ("self", "b", "w", "torch", "F", *(value.name for value in self.graph.inputs))
+        )
         scope.names.update((value, value.name) for value in self.graph.inputs)
         last_use = self._last_uses()
+        calls: dict[int, CallText] = {}
         for time, step in enumerate(self.schedule.steps):
             if isinstance(step, Line):
                 self._statement(step, scope, names)
             else:
-                self._call(step, scope, time, last_use)
+                call = calls[len(scope.lines)] = self._call(step, scope, time, last_use)
+                scope.lines.append(call.statement(f"self.{call.body}s[{call.number}]"))
         logits = next(value for value in self.schedule.outputs if not is_state(value))
         result = self._operand(logits, scope)
         scope.lines.append(f"return {result}{'' if logits.dtype == 'f32' else '.float()'}")
+        counts = Counter(call.body for call in calls.values())
+        scope.lines = fold_calls(scope.lines, calls, counts)
         return scope
 
     def _last_uses(self) -> dict[Value, int]:
@@ -223,11 +231,10 @@ class ProgramWriter:
         last.update((value, len(self.schedule.steps)) for value in self.schedule.outputs)
         return last
 
-    def _call(self, call: Call, scope: Scope, time: int, last_use: dict[Value, int]) -> None:
+    def _call(self, call: Call, scope: Scope, time: int, last_use: dict[Value, int]) -> CallText:
         """A call of a layer; its results take over the last call's names where those are free."""
         number = [c for c in self.schedule.calls if c.body is call.body].index(call)
-        arguments = [self._operand(value, scope) for value in call.part.arguments]
-        shown = "".join(f", {argument}" for argument in arguments)
+        arguments = tuple(self._operand(value, scope) for value in call.part.arguments)
         held = {name for value, name in scope.names.items() if last_use.get(value, -1) > time}
         targets = []
         for value, own in zip(call.body.results, call.results, strict=True):
@@ -235,9 +242,7 @@ class ProgramWriter:
             scope.names[own] = Names(held).new(name)
             held.add(scope.names[own])
             targets.append(scope.names[own])
-        result = f"{', '.join(targets)} = " if targets else ""
-        name = call.body.name
-        scope.lines.append(f"{result}self._{name}(self.{name}s[{number}], b{shown})")
+        return CallText(call.body.name, number, tuple(targets), arguments)
 
     def _fields(self, main: Scope) -> list[Field]:
         fields = []
@@ -369,8 +374,8 @@ def wrapped(statement: str) -> list[str]:
     while depth or start == len(statement):
         start -= 1
         depth += {")": 1, "(": -1}.get(statement[start], 0)
-    inside = statement[start + 1 : -1]
-    return [statement[: start + 1], f"    {inside}", ")"]
+    inside, indent = statement[start + 1 : -1], " " * (len(statement) - len(statement.lstrip()))
+    return [statement[: start + 1], f"{indent}    {inside}", f"{indent})"]
 
 
 _LINE_WIDTH = 88

@@ -117,7 +117,8 @@ def test_many_sequences_give_what_each_gives_alone(tmp_path: Path) -> None:
 def test_the_program_names_modules_and_has_one_body(tmp_path: Path) -> None:
     compiled = Compiled(llama(layers=5), tmp_path / "names")
     assert compiled.text.count("def _layer(") == 1
-    assert compiled.text.count("self._layer(") == 5
+    assert compiled.text.count("for w in self.layers:\n") == 1
+    assert compiled.text.count("self._layer(") == 1
     assert "# model.layers.*.mlp.down_proj" in compiled.text
     kernel = next(k for k in compiled.generated.kernels if k.op == "rms_norm")
     assert kernel.text.startswith("# op: rms_norm\n# template: cpu/rms_norm.py.j2\n# constants: ")
