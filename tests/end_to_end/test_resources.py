@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +32,18 @@ for piece in llm.stream("The capital of France is", SamplingParams(temperature=0
 """
 
 
+# A child's peak counts what its parent held when it was forked: so the parent is a small process.
+MEASURE = """
+import json, resource, subprocess, sys, time
+
+start = time.monotonic()
+done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+seconds = time.monotonic() - start
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(json.dumps([done.returncode, seconds, peak, done.stdout]))
+"""
+
+
 @dataclass(frozen=True)
 class Cost:
     """Of a process from its start to its end: seconds and the most bytes it held."""
@@ -43,21 +54,14 @@ class Cost:
 
 
 def run(*command: str) -> Cost:
-    """Run a command alone; raises CalledProcessError when it fails."""
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    """Run a command alone, and measure it."""
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, *command], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )
-    assert process.stdout is not None
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.monotonic() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, output)
+    status, seconds, peak, output = json.loads(measured.stdout)
+    assert status == 0, output
     # Linux counts kilobytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Cost(seconds, usage.ru_maxrss * unit, output)
+    return Cost(seconds, peak * (1 if sys.platform == "darwin" else 1024), output)
 
 
 def test_compile(smollm2_gguf: Path, tmp_path: Path) -> None:
