@@ -24,6 +24,7 @@ from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, import_model
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import Manifest
+from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.phases import Phases
 from octavo.runtime.artifact import Artifact
@@ -88,6 +89,7 @@ def _build(
     with phases("compare with Hugging Face"):
         check = check_trace(imported, source.config, dtype, checkpoint)
         writer.write_text("tests/golden.json", _golden(check))
+        release_memory()
     graph = imported.graph
     with phases("rewrite"):
         stages = run_pipeline(graph, max_position=imported.max_position)
@@ -96,6 +98,7 @@ def _build(
     with phases("write kernels and weights"):
         generated = generate(graph, target, writer.directory, weights)
         write_model_files(source, writer.directory / "model")
+        release_memory()
     with phases("check the program"):
         manifest = writer.finish(
             architecture=type(imported.model).__name__,
