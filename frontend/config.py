@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from octavo.frontend.quiet import quiet_transformers
 from octavo.ir.errors import OctavoError
 
 DTYPES = {
@@ -40,7 +41,8 @@ def read_config(path: Path) -> Any:
         raise _unknown_model_type(path, model_type, raw)
     refuse_quantized(path, raw)
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        with quiet_transformers():
+            config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # config classes raise whatever their validation finds
         raise OctavoError(f"{path}: transformers refuses it: {_one_line(error)}") from error
     check_causal(path, config)
