@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from octavo.frontend.quiet import quiet_transformers
 from octavo.frontend.refused import RefusedArchitecture, gist
 
 
@@ -24,46 +24,39 @@ def build_model(config: Any, dtype: torch.dtype, **implementations: str) -> Any:
     transformers runs after loading a checkpoint. Raises RefusedArchitecture.
     """
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), quiet_transformers():
             # The model keeps, and changes, the config that it is given.
             own = copy.deepcopy(config)
             build: Any = AutoModelForCausalLM.from_config
-            model = build(own, dtype=dtype, **implementations)
+            model = build(own, dtype=dtype, **implementations).eval()
+        _compute_buffers(model, model)
     except Exception as error:  # model classes raise whatever their constructor finds
         reason = f"transformers cannot build it: {gist(error)}"
         if isinstance(error, KeyError) and set(implementations.values()) & set(error.args):
             reason = "attention does not go through transformers' attention interface"
         raise RefusedArchitecture(f"{reason}") from error
-    model.eval()
     for module in model.modules():
-        _compute_buffers(model, module)
         _check_attributes(module)
     return model
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Advice about saving and generating is for users of the model, not of the compiler."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _compute_buffers(owner: Any, module: nn.Module) -> None:
+    """Make a tree's computed buffers real; ``owner`` is the model whose rules initialise it.
 
-
-def _compute_buffers(model: Any, module: nn.Module) -> None:
+    As in transformers, a model inside a model initialises what is in it.
+    """
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        _compute_buffers(owner, child)
     computed = [name for name in module._non_persistent_buffers_set if _on_meta(module, name)]
-    if not computed:
-        return
     for name in computed:
         buffer = module.get_buffer(name)
         # NaN shows up in the check against Hugging Face when an initialisation forgets a buffer.
         fill = torch.nan if buffer.is_floating_point() else 0
         module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
-    with torch.no_grad():
-        model._init_weights(module)
+    if computed:
+        with torch.no_grad():
+            owner._init_weights(module)
 
 
 def _check_attributes(module: nn.Module) -> None:

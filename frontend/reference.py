@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.meta_model import build_model
+from octavo.frontend.refused import RefusedArchitecture, gist
 from octavo.frontend.weights import WeightSource, tied_names
+from octavo.ir.errors import OctavoError
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ def eager_logits(
     """Logits of Hugging Face's model for each prompt: ``[len, V]``, float32.
 
     Computed in ``dtype``. Memory is that of the largest module and what ``CachedWeights`` keeps;
-    give one to share it. Raises RefusedArchitecture where transformers cannot build the model.
+    give one to share it. Raises RefusedArchitecture where transformers cannot build or run the
+    model.
     """
     if not isinstance(weights, CachedWeights) or weights.dtype != dtype:
         weights = CachedWeights(weights, dtype)
@@ -59,12 +62,17 @@ def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
 def _forward(model: Any, ids: list[int], first_position: int) -> Tensor:
     positions = torch.arange(first_position, first_position + len(ids))
     # A mask of ones says that this is one sequence, whatever its positions are.
-    logits: Tensor = model(
-        input_ids=torch.tensor([ids]),
-        position_ids=positions[None],
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        use_cache=False,
-    ).logits
+    try:
+        logits: Tensor = model(
+            input_ids=torch.tensor([ids]),
+            position_ids=positions[None],
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            use_cache=False,
+        ).logits
+    except OctavoError:
+        raise  # a weight that cannot be read
+    except Exception as error:  # the model's own code
+        raise RefusedArchitecture(f"Hugging Face's own model fails: {gist(error)}") from error
     return logits[0].float()
 
 

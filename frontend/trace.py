@@ -23,6 +23,8 @@ from octavo.frontend.weights import WeightSource
 from octavo.ir.graph import Graph
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_RECURRENCES = ("linear", "conv", "mamba", "recurrent")
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
 
@@ -109,6 +111,13 @@ def _check_config(config: Any) -> None:
     text = config.get_text_config()
     if any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
         raise RefusedArchitecture("mixture-of-experts models are not supported yet")
+    kinds = {str(kind) for name in _LAYER_KINDS for kind in getattr(text, name, None) or ()}
+    recurrent = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENCES))
+    if recurrent:  # said at once: tracing their unrolled scans would take minutes
+        raise RefusedArchitecture(
+            f"{', '.join(recurrent)} layers carry a state from token to token, which is not"
+            " supported yet"
+        )
 
 
 def _check_forward(model: Any) -> None:
