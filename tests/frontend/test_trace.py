@@ -144,8 +144,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"vocab_size": 256, "d_model": 64, "num_layers": 2, "attention_heads": 4},
         "interface",
     ),
-    ("mamba", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "position_ids"),
-    ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"]}, "1 of 2 layers attend through"),
+    ("mamba", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "carry a state"),
+    ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"]}, "conv layers carry a state"),
     (
         "mixtral",
         {**LLAMA, "num_local_experts": 4},
