@@ -63,11 +63,20 @@ class Manifest:
 
     @property
     def artifact_id(self) -> str:
-        """Content id, ``sha256:<hex>``: equal for equal behaviour, on any machine."""
+        """Content id, ``sha256:<hex>``: equal for equal behaviour, on any machine.
+
+        Files below ``tests/`` stay outside: they hold what Hugging Face computed where the artifact
+        was made, and its last bits depend on the processor and the number of threads.
+        """
         body = dataclasses.asdict(self)
         for outside in ("producer", "source", "revision"):
             del body[outside]
-        body["files"] = {path: entry.sha256 for path, entry in sorted(self.files.items())}
+        # By place and not by role, which the manifest may claim of a file that is run.
+        body["files"] = {
+            path: entry.sha256
+            for path, entry in sorted(self.files.items())
+            if not path.startswith("tests/")
+        }
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
