@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -75,7 +76,7 @@ class ArtifactWriter:
         self._check_output()
         self._made_parents = [p for p in self.output.parents if not p.exists()]
         try:
-            shutil.rmtree(self.directory, ignore_errors=True)  # of a killed process with our id
+            self._sweep()
             self.directory.mkdir(parents=True)
         except OSError as error:
             self._remove()
@@ -157,6 +158,15 @@ class ArtifactWriter:
                 "artifact or an empty directory, so choose another one"
             )
 
+    def _sweep(self) -> None:
+        """Remove what processes that were killed have left: ours, or of an id that nobody has."""
+        own = self.directory.name.removesuffix(str(os.getpid()))
+        for path in self.output.parent.glob(f"{glob.escape(own)}*"):
+            process_id = path.name.removeprefix(own)
+            is_ours = path == self.directory
+            if is_ours or (process_id.isdecimal() and not _is_alive(int(process_id))):
+                shutil.rmtree(path, ignore_errors=True)
+
     def _move_into_place(self) -> None:
         self._check_output()  # hours may have passed
         if not self.output.exists():
@@ -212,6 +222,16 @@ def _sha256(path: Path) -> str:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
 
 
 def _is_about_writing(error: OSError, directory: Path) -> bool:

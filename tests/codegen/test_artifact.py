@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,3 +209,13 @@ def test_ctrl_c_while_moving_into_place_keeps_the_old(
     with pytest.raises(KeyboardInterrupt):
         compile_llama(tmp_path / "out", force=True)
     assert listing(tmp_path) == before
+
+
+def test_what_killed_compiles_left_is_swept_and_what_runs_is_not(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kept = [f".out.partial-{os.getppid()}", ".out.partial-mine", f".other.partial-{ended.pid}"]
+    for name in [*kept, f".out.partial-{ended.pid}"]:
+        (tmp_path / name).mkdir()
+    compile_llama(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "out"])

@@ -83,6 +83,7 @@ def test_kill(tiny_checkpoint: Path, tiny_artifact: Path, tmp_path: Path) -> Non
     compile_model(tiny_checkpoint, output, target="cpu", progress=False)
     wanted = Artifact.open(tiny_artifact).manifest.artifact_id
     assert Artifact.open(output).manifest.artifact_id == wanted
+    assert list(tmp_path.iterdir()) == [output], "what the killed ones left is still there"
 
 
 def test_a_disk_without_space(tiny_checkpoint: Path, tmp_path: Path) -> None:
