@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import transformers
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-    GGUF_PRE_TOKENIZER_SPLITS,
-    convert_gguf_tokenizer,
-    get_gguf_tokenizer,
-)
 
 from octavo.frontend.gguf_header import GgufHeader
 from octavo.ir.errors import OctavoError
@@ -34,21 +31,40 @@ def gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast | None:
     """
     if "tokenizer.ggml.tokens" not in header.metadata:
         return None
+    tables = _tables(header)
     try:
-        architecture, description, settings = get_gguf_tokenizer(str(header.path))
-        backend, _ = convert_gguf_tokenizer(architecture, description)
+        architecture, description, settings = tables.get_gguf_tokenizer(str(header.path))
+        backend, _ = tables.convert_gguf_tokenizer(architecture, description)
     except ValueError as error:
         raise OctavoError(f"{header.path.name}: {str(error).splitlines()[0]}") from error
     if description.get("tokenizer_type") == "gpt2":
-        _set_split(header, backend, str(description.get("pre_tokenizer_type", "default")))
+        name = str(description.get("pre_tokenizer_type", "default"))
+        if name not in tables.GGUF_PRE_TOKENIZER_SPLITS:
+            _set_split(header, backend, name)
     settings = {key: value for key, value in settings.items() if value is not None}
     make: Any = PreTrainedTokenizerFast  # its class is not typed
     tokenizer: PreTrainedTokenizerFast = make(tokenizer_object=backend, **settings)
     return tokenizer
 
 
+def _tables(header: GgufHeader) -> Any:
+    """transformers' own tables of GGUF tokenisers; releases before 5.24 may lack some."""
+    name = "transformers.integrations.gguf.gguf_tokenizer_mapping"
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        module = None
+    if not hasattr(module, "GGUF_PRE_TOKENIZER_SPLITS"):
+        raise OctavoError(
+            f"{header.path.name}: transformers {transformers.__version__} does not know how GGUF"
+            " vocabularies split text; upgrade it to 5.24 or newer, or use the safetensors checkpoint"
+        )
+    return module
+
+
 def _set_split(header: GgufHeader, backend: Tokenizer, name: str) -> None:
-    if name in GGUF_PRE_TOKENIZER_SPLITS or name in _GPT2_SPLIT:
+    """Set a pre-tokeniser that transformers' table lacks."""
+    if name in _GPT2_SPLIT:
         return
     if name not in _DIGITS_SPLIT:
         raise OctavoError(
