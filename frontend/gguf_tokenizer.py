@@ -57,7 +57,7 @@ def _tables(header: GgufHeader) -> Any:
     if not hasattr(module, "GGUF_PRE_TOKENIZER_SPLITS"):
         raise OctavoError(
             f"{header.path.name}: transformers {transformers.__version__} does not know how GGUF"
-            " vocabularies split text; upgrade it to 5.24 or newer, or use the safetensors checkpoint"
+            " vocabularies split text; upgrade it to 5.24 or later, or use a safetensors model"
         )
     return module
 
