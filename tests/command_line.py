@@ -53,10 +53,10 @@ def assert_refused(done: Finished, *words: str) -> None:
 
 def assert_one_line(text: str, start: str, *words: str) -> None:
     """One line that begins with ``start`` and has all the words."""
-    assert text.startswith(start)
+    assert text.startswith(start), text
     assert text.count("\n") == 1, text
     for word in words:
-        assert word in text
+        assert word in text, f"{word!r} is not in {text!r}"
 
 
 @contextmanager
@@ -64,7 +64,8 @@ def nothing_left_behind(folder: Path) -> Iterator[None]:
     """Below ``folder`` is afterwards what was there before: names, sizes and times of change."""
     before = _listing(folder)
     yield
-    assert _listing(folder) == before
+    after = _listing(folder)
+    assert after == before, f"changed: {after.items() ^ before.items()}"
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:

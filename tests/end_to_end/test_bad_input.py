@@ -148,7 +148,7 @@ REFUSED = {
         {**_SMALL, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
         "attention interface",
     ),
-    "mamba": (_SMALL, "position_ids"),
+    "mamba": (_SMALL, "carry a state"),
     "mixtral": (
         {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
         "mixture-of-experts",

@@ -9,28 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def octavo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "octavo", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line on stderr with those words, nothing on stdout, exit status 2."""
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("octavo: error: ")
-    assert done.stderr.count("\n") == 1
-    for word in words:
-        assert word in done.stderr
+from command_line import ROOT, assert_refused, octavo
 
 
 def test_version() -> None:
