@@ -15,6 +15,7 @@ from octavo.frontend.refused import RefusedArchitecture, refusing
 from octavo.frontend.tokenwise import check_tokenwise
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.frontend.weights import WeightSource
+from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.interpret import interpret
 from octavo.ir.weight_cache import WeightCache
@@ -101,6 +102,7 @@ def _check(imported: Imported, config: Any, dtype: torch.dtype, held: CachedWeig
     check_tokenwise(imported.graph, cache, imported.max_position, num_ids)
     prompts = probe_prompts(imported.graph, imported.max_position, num_ids)
     logits = eager_logits(config, dtype, held, prompts)
+    _check_weights_are_numbers(logits, held)
     bound = _bound(config, dtype, held, prompts, logits)
     distance = Distance(0.0, 0.0)
     for (ids, first), expected in zip(prompts, logits, strict=True):
@@ -115,6 +117,18 @@ def _check(imported: Imported, config: Any, dtype: torch.dtype, held: CachedWeig
         distance = distance.worst(gap)
     rows = [_row(prompt, rows) for prompt, rows in zip(prompts, logits, strict=True)]
     return TraceCheck(tuple(prompts), tuple(logits), tuple(rows), distance, bound)
+
+
+def _check_weights_are_numbers(logits: Sequence[Tensor], weights: WeightSource) -> None:
+    """Name the weight that made logits NaN: the trace is not to blame for it."""
+    if all(bool(rows.isfinite().all()) for rows in logits):
+        return
+    for key in weights.keys():
+        if not bool(weights.load(key).isfinite().all()):
+            raise OctavoError(
+                f"{key} holds a NaN or an infinity; the checkpoint is damaged, download or export"
+                " it again"
+            )
 
 
 def probe_prompts(graph: Graph, max_position: int, num_ids: int) -> list[Prompt]:

@@ -132,5 +132,5 @@ def choose_dtype(requested: str, config: Any, target: str) -> torch.dtype:
 
 
 def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """All of its text: transformers says what it validates first, and why it fails below that."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

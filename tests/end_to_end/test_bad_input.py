@@ -73,6 +73,11 @@ def test_an_unknown_model_type(octavo_here: Command, checkpoint: Path) -> None:
     refused(octavo_here, checkpoint, "config.json", "llamma", "transformers")
 
 
+def test_a_config_of_a_wrong_kind(octavo_here: Command, checkpoint: Path) -> None:
+    edit_config(checkpoint, hidden_size="big")
+    refused(octavo_here, checkpoint, "config.json", "hidden_size", "int", "'big'")
+
+
 def edit_config(checkpoint: Path, **changes: Any) -> None:
     path = checkpoint / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -128,6 +133,12 @@ def test_a_tensor_of_another_shape(octavo_here: Command, checkpoint: Path) -> No
     name = "model.norm.weight"
     edit_weights(checkpoint, lambda t: t.update({name: t[name][:63].clone()}))
     refused(octavo_here, checkpoint, f"{name}: expected [64], got [63]", "config.json")
+
+
+def test_a_tensor_that_is_not_a_number(octavo_here: Command, checkpoint: Path) -> None:
+    name = "model.norm.weight"
+    edit_weights(checkpoint, lambda tensors: tensors[name].fill_(float("nan")))
+    refused(octavo_here, checkpoint, f"{name} holds a NaN", "download or export it again")
 
 
 # Architectures that would not come out right. A wrong answer is never given.
