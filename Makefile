@@ -46,7 +46,7 @@ lint: $(STAMP) ## Check style, format, types and the import rule
 	$(BIN)/mypy
 	cd .mypy && ../$(BIN)/lint-imports ../pyproject.toml --no-logo --cache-dir ../.import_linter_cache
 
-bench: $(STAMP) ## Compare speed with Hugging Face generate on this machine
+bench: $(STAMP) $(CACHE)/demo.gguf ## Compare speed with Hugging Face generate on this machine
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## Remove everything that was built or downloaded, but .venv
