@@ -34,11 +34,13 @@ class Accounting:
 def account(model: Any, weights: WeightSource) -> Accounting:
     """Match the names and shapes of `weights` against the meta-device `model`'s state dict.
 
-    Only shapes are compared; data is read for one thing, a tied pair that is stored twice and has
-    to be equal. Raises OctavoError, one line, naming up to three tensors of each kind of trouble:
-    missing, extra, of another shape, tied but different.
+    Only shapes are compared, and whether both are floats or neither is; data is read for one thing,
+    a tied pair that is stored twice and has to be equal. Raises OctavoError, one line, naming up to
+    three tensors of each kind of trouble: missing, extra, of another shape, integers for floats,
+    tied but different.
     """
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    state = model.state_dict()
+    expected = {key: tuple(value.shape) for key, value in state.items()}
     stored = set(weights.keys())
     tied = _tied(model, stored)
     missing = [key for key in expected if key not in stored and key not in tied]
@@ -60,6 +62,7 @@ def account(model: Any, weights: WeightSource) -> Accounting:
             f" {'; '.join(problem for problem in problems if problem)};"
             " check that config.json and the weights are of the same model"
         )
+    _check_floats(state, weights, stored)
     _check_tied_equal(model, weights, stored)
     used = tuple(key for key in expected if key in stored)
     num_bytes = sum(weights.info(key).num_bytes for key in used)
@@ -98,6 +101,19 @@ def _problem(kind: str, names: list[str]) -> str:
         return ""
     noun = "tensor" if len(names) == 1 else "tensors"
     return f"{len(names)} {noun} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _check_floats(state: dict[str, torch.Tensor], weights: WeightSource, stored: set[str]) -> None:
+    """Integers for floats are a quantised checkpoint, whose scales we would not know."""
+    for key, value in state.items():
+        if key not in stored or not value.is_floating_point():
+            continue
+        dtype = weights.info(key).dtype
+        if not dtype.is_floating_point:
+            raise OctavoError(
+                f"{key} is stored as {str(dtype).removeprefix('torch.')}, expected a float tensor;"
+                " quantised checkpoints are not supported by this version"
+            )
 
 
 def _check_tied_equal(model: Any, weights: WeightSource, stored: set[str]) -> None:

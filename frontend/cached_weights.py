@@ -8,7 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from octavo.frontend.refused import is_out_of_memory
 from octavo.frontend.weights import TensorInfo, WeightSource
+from octavo.ir.errors import OctavoError
 
 DEFAULT_LIMIT_BYTES = 1 << 30
 
@@ -38,15 +40,30 @@ class CachedWeights:
         return TensorInfo(info.shape, self.dtype if info.dtype.is_floating_point else info.dtype)
 
     def load(self, key: str) -> Tensor:
-        """A tensor that is only to be read. Raises what the source raises."""
+        """A tensor that is only to be read. Raises what the source raises.
+
+        When memory does not suffice, that is an OctavoError with the tensor's name.
+        """
         if key in self._held:
             self._held.move_to_end(key)
             return self._held[key]
-        tensor = self._source.load(key)
-        if tensor.is_floating_point():
-            tensor = tensor.to(self.dtype)
+        try:
+            tensor = self._converted(key)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            info = self._source.info(key)
+            raise OctavoError(
+                f"not enough memory for {key}: {list(info.shape)} takes"
+                f" {info.num_bytes / 2**30:.1f} GiB in"
+                f" {str(info.dtype).removeprefix('torch.')}; check the sizes in config.json"
+            ) from error
         self._hold(key, tensor)
         return tensor
+
+    def _converted(self, key: str) -> Tensor:
+        tensor = self._source.load(key)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def _hold(self, key: str, tensor: Tensor) -> None:
         if tensor.nbytes > self._limit_bytes:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from octavo.frontend.check_config import fields_holding
 from octavo.frontend.quiet import quiet_transformers
 from octavo.frontend.refused import RefusedArchitecture, gist
 
@@ -31,13 +32,21 @@ def build_model(config: Any, dtype: torch.dtype, **implementations: str) -> Any:
             model = build(own, dtype=dtype, **implementations).eval()
         _compute_buffers(model, model)
     except Exception as error:  # model classes raise whatever their constructor finds
-        reason = f"transformers cannot build it: {gist(error)}"
-        if isinstance(error, KeyError) and set(implementations.values()) & set(error.args):
-            reason = "attention does not go through transformers' attention interface"
-        raise RefusedArchitecture(f"{reason}") from error
+        raise RefusedArchitecture(_reason(error, config, implementations)) from error
     for module in model.modules():
         _check_attributes(module)
     return model
+
+
+def _reason(error: Exception, config: Any, implementations: dict[str, str]) -> str:
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(key, str):
+        return f"transformers cannot build it: {gist(error)}"
+    if key in implementations.values():
+        return "attention does not go through transformers' attention interface"
+    if fields := fields_holding(config, key):
+        return f"transformers knows no {key!r}, which its config has as {fields}"
+    return f"transformers cannot build it: {gist(error)}"
 
 
 def _compute_buffers(owner: Any, module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from tokenizers import Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from octavo.frontend.gguf_header import GgufHeader, read_gguf_header
@@ -38,6 +39,20 @@ _SLOW_TOKENIZER = ("vocab.json", "tokenizer.model", "vocab.txt")
 def list_model_files(directory: Path) -> list[Path]:
     """The files of a checkpoint directory that an artifact keeps."""
     return [directory / name for name in _COPIED if (directory / name).is_file()]
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raise OctavoError when the directory has a tokenizer.json that cannot be loaded."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise OctavoError(
+            f"{path} cannot be loaded: {reason}; copy or download the file again"
+        ) from error
 
 
 def write_model_files(source: ModelSource, destination: Path) -> None:

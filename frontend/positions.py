@@ -8,14 +8,21 @@ from typing import Any
 from octavo.frontend.refused import RefusedArchitecture
 
 _NAMES = ("max_position_embeddings", "max_seq_len", "n_positions", "n_ctx", "seq_length")
+# Masks are read at every position, which takes some 50 bytes for each while tracing.
+MAX_POSITIONS = 1 << 24
 
 
 def stated_positions(config: Any) -> int:
     """The number of positions that a config states. Raises RefusedArchitecture."""
     text = config.get_text_config()
-    stated = next((getattr(text, name) for name in _NAMES if getattr(text, name, None)), None)
+    name = next((name for name in _NAMES if getattr(text, name, None)), None)
+    stated = getattr(text, name) if name is not None else None
     if not isinstance(stated, int):
         raise RefusedArchitecture("its config states no maximum position")
+    if not 0 < stated <= MAX_POSITIONS:
+        raise RefusedArchitecture(
+            f"{name} is {stated}; expected 1 to {MAX_POSITIONS}, the longest context supported"
+        )
     return stated
 
 

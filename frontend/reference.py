@@ -72,7 +72,9 @@ def _forward(model: Any, ids: list[int], first_position: int) -> Tensor:
     except OctavoError:
         raise  # a weight that cannot be read
     except Exception as error:  # the model's own code
-        raise RefusedArchitecture(f"Hugging Face's own model fails: {gist(error)}") from error
+        raise RefusedArchitecture(
+            f"Hugging Face's own model cannot run with this config: {gist(error)}"
+        ) from error
     return logits[0].float()
 
 

@@ -25,3 +25,8 @@ def gist(error: BaseException) -> str:
     """The kind of an error and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for Python's and NumPy's own error and for PyTorch's, which is a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

@@ -14,7 +14,7 @@ from octavo.frontend.gguf import GgufWeights
 from octavo.frontend.gguf_config import gguf_config
 from octavo.frontend.gguf_header import read_gguf_header
 from octavo.frontend.hub import fetch_snapshot, is_model_id
-from octavo.frontend.model_files import list_model_files
+from octavo.frontend.model_files import check_tokenizer, list_model_files
 from octavo.frontend.naming import NamedWeights
 from octavo.frontend.random_weights import RandomWeights
 from octavo.frontend.weights import TiedWeights, WeightSource, tied_names
@@ -46,10 +46,12 @@ def resolve(
     """Find the model, read its config and check the headers of its weights; loads no weights.
 
     `model` is a directory with config.json and safetensors, a .gguf file, a hub id, or a
-    config.json (or a directory with only that) together with `random_weights`, a seed. Raises
-    OctavoError.
+    config.json (or a directory with only that) together with `random_weights`, a seed. `revision`
+    is of a hub id. Raises OctavoError.
     """
     path = Path(model).expanduser()
+    if revision is not None and path.exists():
+        raise OctavoError(f"{model} is a path here; --revision applies to models of the hub")
     if path.is_file():
         return _from_file(path, random_weights)
     if path.is_dir():
@@ -96,12 +98,17 @@ def _from_file(path: Path, seed: int | None) -> ModelSource:
 def _from_directory(
     directory: Path, name: str, revision: str | None, seed: int | None
 ) -> ModelSource:
+    if (directory / "manifest.json").is_file() and (directory / "program.py").is_file():
+        raise OctavoError(
+            f"{directory} is an artifact already; run it with 'octavo chat' or 'octavo generate'"
+        )
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         hint = f"give the file itself: {ggufs[0]}" if ggufs else "is it a model directory?"
         raise OctavoError(f"{directory} has no config.json; {hint}")
     config = read_config(directory / "config.json")
     files = tuple(list_model_files(directory))
+    check_tokenizer(directory)
     if seed is not None:
         return ModelSource("random", name, directory, config, revision, seed, files)
     open_checkpoint(directory)  # a cut or missing shard is told now, not after the model is traced

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from octavo.frontend.attention_hook import IMPLEMENTATION, attention_hooks
+from octavo.frontend.check_config import check_config
 from octavo.frontend.import_aten import import_program
 from octavo.frontend.mask_probe import MaskDescription
 from octavo.frontend.meta_model import build_model, computed_buffers, parameters_on_cpu
@@ -22,9 +23,6 @@ from octavo.frontend.refused import RefusedArchitecture, gist, refusing
 from octavo.frontend.weights import WeightSource
 from octavo.ir.graph import Graph
 
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
-_RECURRENCES = ("linear", "conv", "mamba", "recurrent")
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
 
@@ -81,7 +79,7 @@ def import_model(config: Any, dtype: torch.dtype) -> Imported:
     graph could not be executed on several sequences laid end to end.
     """
     with refusing(config.model_type):
-        _check_config(config)
+        check_config(config)
         with attention_hooks():
             model = build_model(
                 config,
@@ -103,21 +101,6 @@ def import_model(config: Any, dtype: torch.dtype) -> Imported:
         attention_calls=imported.attention_calls,
         notices=(bound.notice,) if bound.notice else (),
     )
-
-
-def _check_config(config: Any) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise RefusedArchitecture("encoder-decoder models are not supported")
-    text = config.get_text_config()
-    if any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
-        raise RefusedArchitecture("mixture-of-experts models are not supported yet")
-    kinds = {str(kind) for name in _LAYER_KINDS for kind in getattr(text, name, None) or ()}
-    recurrent = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENCES))
-    if recurrent:  # said at once: tracing their unrolled scans would take minutes
-        raise RefusedArchitecture(
-            f"{', '.join(recurrent)} layers carry a state from token to token, which is not"
-            " supported yet"
-        )
 
 
 def _check_forward(model: Any) -> None:

@@ -50,6 +50,10 @@ def test_a_whole_checkpoint_is_used_whole(saved_llama: Path, on_meta: Callable[.
             rf"1 tensor of another shape \({DOWN}: expected \[32, 48\], got \[3, 5\]\)",
         ),
         (
+            lambda t: t.update({DOWN: torch.ones(32, 48, dtype=torch.int8)}),
+            rf"{DOWN} is stored as int8, expected a float tensor; quantised checkpoints are not",
+        ),
+        (
             lambda t: (t.pop(DOWN), t.update(q=torch.ones(1))),
             r"LlamaForCausalLM: 1 tensor missing .*; 1 tensor not of this model .*; check",
         ),

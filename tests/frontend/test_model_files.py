@@ -151,9 +151,11 @@ def test_a_gguf_without_a_vocabulary_has_no_tokenizer(
     assert not (tmp_path / "model" / "tokenizer.json").exists()
 
 
-def test_files_are_copied_byte_for_byte(saved_llama: Path, tmp_path: Path) -> None:
+def test_files_are_copied_byte_for_byte(
+    saved_llama: Path, trained: Tokenizer, tmp_path: Path
+) -> None:
     kept = {
-        "tokenizer.json": b"{ odd  bytes }\r\n",
+        "tokenizer.json": trained.to_str().encode() + b" \r\n",
         "tokenizer_config.json": b"{}",
         "special_tokens_map.json": b"{ }",
         "chat_template.jinja": "{{ '猫' }}".encode(),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from model_zoo import tiny_model
 from state_dict_weights import StateDictWeights
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.reference import Prompt, eager_logits, eager_model
+from octavo.frontend.refused import RefusedArchitecture
+from octavo.ir.errors import OctavoError
 
 PROMPTS: list[Prompt] = [([7], 0), ([5, 6, 200, 3, 90], 0), (list(range(30, 50)), 17)]
 
@@ -63,6 +67,33 @@ def test_a_module_that_reads_anothers_weight_is_not_given_garbage(
     results = eager_logits(model.config, torch.float32, StateDictWeights(model), PROMPTS)
     for prompt, logits in zip(PROMPTS, results, strict=True):
         assert torch.equal(logits, whole(model, *prompt))
+
+
+def test_a_config_that_its_own_model_cannot_run_is_refused() -> None:
+    model = tiny_model("llama")
+    model.config.num_key_value_heads = 3  # of 4 heads: they cannot be shared out
+    weights = StateDictWeights(AutoModelForCausalLM.from_config(model.config))
+    with pytest.raises(RefusedArchitecture, match="own model cannot run with this config: Run"):
+        eager_logits(model.config, torch.float32, weights, PROMPTS)
+
+
+class _TooLarge(StateDictWeights):
+    def load(self, key: str) -> Tensor:
+        np.empty(1 << 60, np.uint8)
+        raise AssertionError("that fitted")
+
+
+class _TooLargeForTorch(StateDictWeights):
+    def load(self, key: str) -> Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("source", [_TooLarge, _TooLargeForTorch])
+def test_a_weight_that_memory_cannot_hold_is_named(source: type[StateDictWeights]) -> None:
+    model = tiny_model("llama")
+    reason = r"not enough memory for model.embed_tokens.weight: \[256, 64\] takes 0.0 GiB in float"
+    with pytest.raises(OctavoError, match=reason):
+        eager_logits(model.config, torch.float32, source(model), PROMPTS)
 
 
 def test_whole_model_generates_like_the_original() -> None:

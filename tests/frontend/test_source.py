@@ -58,6 +58,26 @@ def test_a_config_alone_needs_random_weights(tmp_path: Path) -> None:
         resolve(tmp_path)
 
 
+def test_an_artifact_is_no_model(tmp_path: Path) -> None:
+    for name in ("manifest.json", "program.py"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(OctavoError, match="is an artifact already; run it with 'octavo chat'"):
+        resolve(tmp_path)
+
+
+def test_a_path_has_no_revision(saved_llama: Path) -> None:
+    with pytest.raises(OctavoError, match="is a path here; --revision applies to models of the"):
+        resolve(saved_llama, revision="main")
+
+
+@pytest.mark.parametrize("text", ["{", '{"version": "1.0"}', "[]"])
+def test_a_broken_tokenizer_is_named(saved_llama: Path, text: str) -> None:
+    (saved_llama / "tokenizer.json").write_text(text)
+    with pytest.raises(OctavoError, match=r"tokenizer.json cannot be loaded: .*download") as caught:
+        resolve(saved_llama)
+    assert "\n" not in str(caught.value)
+
+
 _ANSWER: Any = Mock(headers={}, status_code=404)
 
 

@@ -152,12 +152,38 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "mixture-of-experts",
     ),
     ("qwen3_moe", {**LLAMA, "num_experts": 4}, "mixture-of-experts"),
+    (
+        "qwen3_5_text",
+        {**LLAMA, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        "linear_attention layers carry a state",
+    ),
+    (
+        "llama",
+        {**LLAMA, "layer_types": ["indexed_attention", "full_attention"]},
+        "indexed_attention layers are not supported yet",
+    ),
+    ("llama", {**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers is -1; expected 1 or more"),
+    ("gpt2", {**_GPT, "n_layer": 0}, "n_layer is 0; expected 1 or more"),
+    ("llama", {**LLAMA, "vocab_size": 0}, "vocab_size is 0; expected 1 or more"),
+    (
+        "llama",
+        {**LLAMA, "max_position_embeddings": 10**9},
+        "max_position_embeddings is 1000000000; expected 1 to 16777216",
+    ),
+    ("llama", {**LLAMA, "hidden_act": "foo"}, "no 'foo', which its config has as hidden_act"),
+    (
+        "llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
+        "no 'foo', which its config has as rope_parameters.rope_type",
+    ),
     ("t5", {"vocab_size": 256, "d_model": 64, "num_layers": 2}, "encoder-decoder"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "sizes", "reason"), REFUSED, ids=[model_type for model_type, *_ in REFUSED]
+    ("model_type", "sizes", "reason"),
+    REFUSED,
+    ids=[f"{model}-{why}" for model, _, why in REFUSED],
 )
 def test_what_would_come_out_wrong_is_refused(
     model_type: str, sizes: dict[str, Any], reason: str
