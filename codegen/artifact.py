@@ -9,7 +9,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +99,8 @@ class ArtifactWriter:
         except OSError as problem:
             raise self._explained(problem) from None
         finally:
-            self._remove()
+            with _uninterrupted():
+                self._remove()
         if isinstance(error, OSError) and _is_about_writing(error, self.directory):
             raise self._explained(error) from None
         wrapped = _system_error(error)
@@ -145,7 +149,12 @@ class ArtifactWriter:
             raise OctavoError(
                 f"{output} exists; choose another directory or replace it with --force"
             )
-        if output.is_symlink() or not output.is_dir():
+        if output.is_symlink():
+            raise OctavoError(
+                f"{output} is a link to {output.resolve()}; --force replaces no links, so remove it"
+                " or name the directory itself"
+            )
+        if not output.is_dir():
             raise OctavoError(f"{output} is not a directory; --force replaces only an artifact")
         is_artifact = (output / "manifest.json").is_file() and (output / "program.py").is_file()
         try:
@@ -200,6 +209,24 @@ class ArtifactWriter:
             )
         reason = error.strerror or str(error)
         return OctavoError(f"{self.output} cannot be written: {reason}")
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM for a moment: a second one would stop the removal half way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals arrive elsewhere
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None stands for a handler that is not Python's, which could not be put back.
+    replaced = {number: handler for number, handler in before.items() if handler is not None}
+    for number in replaced:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
 def list_files(directory: Path) -> dict[str, FileEntry]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +22,10 @@ from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_trace
 from octavo.frontend.config import choose_dtype
 from octavo.frontend.model_files import write_model_files
-from octavo.frontend.refused import RefusedArchitecture
+from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, import_model
+from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import Manifest
 from octavo.memory import release_memory
@@ -31,6 +35,10 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.self_check import check_golden
 
 logger = logging.getLogger(__name__)
+
+# While a model is traced, hooks stand in transformers' registries, which all threads share, and
+# torch.export is not thread-safe either.
+_COMPILING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,14 @@ def compile_model(
     ``model`` is a model directory, a GGUF file, a hub id, or a config.json with ``random_weights``,
     a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto or cpu. An existing
     ``output`` is replaced only with ``force``, and only when the new artifact is complete.
-    Raises OctavoError, one line, and leaves nothing behind.
+    Of several threads one compiles at a time, the others wait. Raises OctavoError, one line; then,
+    and when interrupted, ``output`` is as it was before and what was written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
     chosen = resolve_target(target)
-    with phases.shown(), ArtifactWriter(Path(output), force=force) as writer:
+    writing = ArtifactWriter(Path(output), force=force)
+    with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         with phases("read the model"):
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, chosen.name)
@@ -73,6 +83,20 @@ def compile_model(
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)
+
+
+@contextmanager
+def _explained_memory() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise OctavoError(
+            f"not enough memory to compile: {reason or 'an allocation failed'}; check the sizes in"
+            " config.json, or use a machine with more"
+        ) from error
 
 
 def _build(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def compile_command(
@@ -40,15 +46,33 @@ def compile_command(
     """Compile a model into an artifact directory."""
     from octavo.compile import compile_model
 
-    report = compile_model(
-        model,
-        output,
-        dtype=dtype,
-        target=target,
-        random_weights=random_weights,
-        revision=revision,
-        force=force,
-    )
+    with _ending_on_sigterm():
+        report = compile_model(
+            model,
+            output,
+            dtype=dtype,
+            target=target,
+            random_weights=random_weights,
+            revision=revision,
+            force=force,
+        )
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)
     print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the compile by an exception, so that what was written is removed."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets only the main thread set handlers
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

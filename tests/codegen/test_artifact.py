@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,7 +124,9 @@ def test_force_never_touches_what_is_no_artifact(tmp_path: Path, make: str) -> N
         if make == "link":
             output.symlink_to(goal)
     before = listing(tmp_path)
-    with pytest.raises(OctavoError, match="--force"), ArtifactWriter(output, force=True):
+    reason = {"directory": "is not an artifact", "file": "is not a directory", "link": "is a link"}
+    message = f"{reason[make]}.*--force"
+    with pytest.raises(OctavoError, match=message), ArtifactWriter(output, force=True):
         pass
     assert listing(tmp_path) == before
 
@@ -209,6 +213,29 @@ def test_ctrl_c_while_moving_into_place_keeps_the_old(
     with pytest.raises(KeyboardInterrupt):
         compile_llama(tmp_path / "out", force=True)
     assert listing(tmp_path) == before
+
+
+def test_a_second_ctrl_c_does_not_stop_the_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove: Callable[..., None] = shutil.rmtree
+
+    def interrupted(path: Path, **options: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        remove(path, **options)
+
+    def interrupt() -> None:
+        with ArtifactWriter(tmp_path / "out") as writer:
+            writer.write_text("program.py", "x = 1\n")
+            monkeypatch.setattr(shutil, "rmtree", interrupted)
+            raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert listing(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_what_killed_compiles_left_is_swept_and_what_runs_is_not(tmp_path: Path) -> None:

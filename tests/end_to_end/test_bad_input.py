@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,64 @@ def test_a_tensor_that_is_not_a_number(octavo_here: Command, checkpoint: Path) -
     name = "model.norm.weight"
     edit_weights(checkpoint, lambda tensors: tensors[name].fill_(float("nan")))
     refused(octavo_here, checkpoint, f"{name} holds a NaN", "download or export it again")
+
+
+def test_a_quantised_tensor(octavo_here: Command, checkpoint: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: tensors[name].char()}))
+    refused(octavo_here, checkpoint, f"{name} is stored as int8", "quantised")
+
+
+def test_a_broken_tokenizer(octavo_here: Command, checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
+    refused(octavo_here, checkpoint, "tokenizer.json cannot be loaded", "download the file again")
+
+
+def test_a_vocabulary_beyond_memory(octavo_here: Command, checkpoint: Path) -> None:
+    edit_config(checkpoint, vocab_size=10**12)
+    arguments = ("compile", checkpoint, "-o", checkpoint.parent / "out", "--random-weights", "0")
+    with nothing_left_behind(checkpoint.parent):
+        assert_refused(octavo_here(*arguments), "not enough memory for", "[1000000000000, 64]")
+
+
+def test_positions_beyond_memory(octavo_here: Command, checkpoint: Path) -> None:
+    edit_config(checkpoint, max_position_embeddings=10**9)
+    refused(octavo_here, checkpoint, "max_position_embeddings is 1000000000", "16777216")
+
+
+def test_ten_million_positions(octavo_here: Command, checkpoint: Path) -> None:
+    """No table of that many rows is made."""
+    edit_config(checkpoint, max_position_embeddings=10**7)
+    output = checkpoint.parent / "out"
+    assert octavo_here("compile", checkpoint, "-o", output, "--target", "cpu").returncode == 0
+    assert sum(path.stat().st_size for path in output.rglob("*") if path.is_file()) < 5e6
+
+
+def test_an_artifact_instead_of_a_model(
+    octavo_here: Command, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    with nothing_left_behind(tmp_path):
+        done = octavo_here("compile", tiny_artifact, "-o", tmp_path / "out")
+        assert_refused(done, "is an artifact already", "octavo chat")
+
+
+def test_a_revision_of_a_path(octavo_here: Command, checkpoint: Path) -> None:
+    output = checkpoint.parent / "out"
+    with nothing_left_behind(checkpoint.parent):
+        done = octavo_here("compile", checkpoint, "-o", output, "--revision", "main")
+        assert_refused(done, "is a path here", "--revision")
+
+
+def test_two_threads_at_once(tiny_checkpoint: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+    """Both compile what one alone compiles."""
+
+    def compiled(name: str) -> str:
+        output = tmp_path / name
+        return compile_model(tiny_checkpoint, output, target="cpu", progress=False).artifact_id
+
+    with ThreadPoolExecutor(2) as pool:
+        ids = list(pool.map(compiled, ("one", "two")))
+    assert ids == [Artifact.open(tiny_artifact).manifest.artifact_id] * 2
 
 
 # Architectures that would not come out right. A wrong answer is never given.

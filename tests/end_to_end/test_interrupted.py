@@ -59,6 +59,13 @@ def test_ctrl_c(tiny_checkpoint: Path, tmp_path: Path, pattern: str) -> None:
         assert compiling.end(signal.SIGINT) == (130, "", "octavo: interrupted\n")
 
 
+def test_sigterm(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with nothing_left_behind(tmp_path):
+        compiling = Compiling(tiny_checkpoint, tmp_path / "out")
+        compiling.wait_for("*.safetensors")
+        assert compiling.end(signal.SIGTERM) == (143, "", "")
+
+
 def test_ctrl_c_under_force_leaves_the_old_artifact(
     tiny_checkpoint: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
