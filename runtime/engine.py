@@ -25,7 +25,7 @@ _FIRST_OWN_STREAM = 2**32
 
 
 class Engine:
-    """Many requests, one program. Not thread-safe: one thread owns it."""
+    """Many requests, one program. Not thread-safe: LLM lets one thread at a time use it."""
 
     def __init__(
         self,

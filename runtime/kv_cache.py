@@ -117,5 +117,5 @@ def allocate_kv_caches(
     except (RuntimeError, MemoryError) as error:
         raise CapacityError(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
-            "lower kv_cache_memory_bytes"
+            "lower kv_cache_memory_bytes, or num_gpu_blocks_override if that was given"
         ) from error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,13 @@ class LLM:
     """A compiled model, loaded. The names are vLLM's: a script for it runs with its import changed.
 
     ``model`` is an artifact directory. Keywords: see LLMOptions for those that work, and the tables
-    beside it for those of vLLM's that are refused or named in a notice.
+    beside it for those of vLLM's that are refused or named in a notice. Any number of threads may
+    use one LLM: their requests share the engine's steps. ``last_stats`` is then of no one call.
     """
 
     def __init__(self, model: str | Path, **keywords: Any) -> None:
         """Raises ArtifactError, InvalidRequest (a ValueError), CapacityError, or TypeError."""
+        check_model(model)
         self.options, notices = resolve_options(keywords)
         for notice in notices:
             logger.warning("%s", notice)
@@ -51,6 +56,9 @@ class LLM:
         self.last_stats = GenerationStats()
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._turn = threading.Lock()  # held by the one thread that uses the engine
+        self._next_turn = threading.Lock()  # held by the one thread that waits for its turn
+        self._abandoned: deque[str] = deque()
 
     def open_artifact(self, model: str | Path, options: LLMOptions) -> Artifact:
         """The artifact to run. A subclass that can compile makes one of a model here."""
@@ -89,17 +97,19 @@ class LLM:
         ``rendering``: ``chat_template`` (a template or a name), ``add_generation_prompt`` (True),
         ``continue_final_message`` (False), ``tools``, ``chat_template_kwargs``.
         """
-        is_batch = bool(messages) and isinstance(messages[0], Sequence)
-        conversations = messages if is_batch else [messages]
+        conversations = messages if _is_batch(messages) else [messages]
         parsed = [self._parse_chat(conversation, **rendering) for conversation in conversations]
         return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one answer in pieces. Closing the iterator ends the request."""
+        """The text of one answer in pieces. Closing the iterator ends the request.
+
+        Raises InvalidRequest when there would be no text: without a tokenizer or detokenize=False.
+        """
         parsed = self._parse(prompt)
         if len(parsed) != 1:
             raise InvalidRequest(f"stream takes one prompt, got {len(parsed)}; use generate")
-        return self._stream(parsed[0], self._params_for(sampling_params, 1)[0])
+        return self._stream(parsed[0], self._text_params(sampling_params))
 
     def stream_chat(
         self,
@@ -109,7 +119,7 @@ class LLM:
     ) -> Iterator[str]:
         """Like ``stream``, for a conversation; ``rendering`` as for ``chat``."""
         parsed = self._parse_chat(messages, **rendering)
-        return self._stream(parsed, self._params_for(sampling_params, 1)[0])
+        return self._stream(parsed, self._text_params(sampling_params))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequest when there is none."""
@@ -118,12 +128,25 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's makers recommend in generation_config.json; else SamplingParams()."""
+        """What the model's makers recommend in generation_config.json; else SamplingParams().
+
+        A recommendation that this version cannot follow, or that makes no sense, is left out with
+        a notice.
+        """
         if self.options.generation_config == "vllm":
             return SamplingParams()
         config = self.artifact.model_json("generation_config.json")
-        named = {ours: config.get(theirs) for theirs, ours in _GENERATION_CONFIG_NAMES.items()}
-        return SamplingParams(**{k: v for k, v in named.items() if v is not None})
+        usable: dict[str, Any] = {}
+        for theirs, ours in _GENERATION_CONFIG_NAMES.items():
+            if config.get(theirs) is None:
+                continue
+            try:
+                SamplingParams(**{ours: config[theirs]})
+            except InvalidRequest as error:
+                logger.warning("generation_config.json: %s is left out: %s", theirs, error)
+            else:
+                usable[ours] = config[theirs]
+        return SamplingParams(**usable)
 
     @property
     def vocab_size(self) -> int:
@@ -183,6 +206,17 @@ class LLM:
             )
         return [self._checked(item) for item in given]
 
+    def _text_params(self, params: SamplingParams | None) -> SamplingParams:
+        checked = self._params_for(params, 1)[0]
+        if self._tokenizer is None:
+            raise InvalidRequest("stream gives text, which needs a tokenizer; use generate")
+        if not checked.detokenize:
+            raise InvalidRequest(
+                "stream gives text, and detokenize=False asks for none; leave detokenize out, or "
+                "use generate"
+            )
+        return checked
+
     def _checked(self, params: SamplingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling parameters must be SamplingParams, got {params!r:.80}")
@@ -241,27 +275,59 @@ class LLM:
         finally:
             self._close(request_ids, before)
 
+    @contextmanager
+    def _engine_turn(self) -> Iterator[None]:
+        """The engine for this thread alone, for one step or less."""
+        # Two locks, because a lock let go and asked for again at once mostly goes to the thread
+        # that had it: here that thread must first get past the one that waits.
+        with self._next_turn:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+            self._end_abandoned()
+
     def _add(self, prompt: Prompt, params: SamplingParams, kind: OutputKind) -> str:
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        self.engine.add_request(request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind)
-        self._inboxes[request_id] = deque()
+        with self._engine_turn():
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            self.engine.add_request(
+                request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind
+            )
+            self._inboxes[request_id] = deque()
         return request_id
 
     def _next_output(self, request_id: str) -> RequestOutput:
         """Step until the request has something to show; what others have is kept for them."""
         inbox = self._inboxes[request_id]
-        while not inbox:
-            if not self.engine.is_live(request_id):
-                raise EngineError(f"request {request_id} was ended by a step that failed")
-            for output in self.engine.step():
-                self._inboxes[output.request_id].append(output)
-        return inbox.popleft()
+        while True:
+            with self._engine_turn():
+                if inbox:
+                    return inbox.popleft()
+                if not self.engine.is_live(request_id):
+                    raise EngineError(f"request {request_id} was ended by a step that failed")
+                for output in self.engine.step():
+                    self._inboxes[output.request_id].append(output)
+
+    def _end_abandoned(self) -> None:
+        """Abort what nobody waits for any more, unless the engine is busy.
+
+        Then its user comes here after the step. Waiting for it could be for ever: a stream that is
+        left open is closed by the garbage collector, in any thread and in the middle of a step.
+        """
+        while self._abandoned and self._turn.acquire(blocking=False):
+            try:
+                while self._abandoned:
+                    request_id = self._abandoned.popleft()
+                    self.engine.abort_request(request_id)
+                    self._inboxes.pop(request_id, None)
+            finally:
+                self._turn.release()
 
     def _close(self, request_ids: Sequence[str], before: EngineStats) -> None:
-        for request_id in request_ids:
-            self.engine.abort_request(request_id)
-            self._inboxes.pop(request_id, None)
+        self._abandoned.extend(request_ids)
+        self._end_abandoned()
         after = self.engine.stats()
         self.last_stats = GenerationStats(
             prompt_tokens=after.prompt_tokens - before.prompt_tokens,
@@ -269,3 +335,15 @@ class LLM:
             prefill_seconds=after.prefill_seconds - before.prefill_seconds,
             decode_seconds=after.decode_seconds - before.decode_seconds,
         )
+
+
+def check_model(model: Any) -> None:
+    """Refuse what names no model at all."""
+    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+        raise InvalidRequest(f"model must be the path of an artifact or a model, got {model!r:.80}")
+
+
+def _is_batch(messages: Any) -> bool:
+    """Whether these are several conversations: their messages are mappings, they are not."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    return is_list and bool(messages) and isinstance(messages[0], Sequence)

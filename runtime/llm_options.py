@@ -103,7 +103,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "chat_template": _text,
     "generation_config": _generation_config,
     "seed": partial(integer, low=-(2**63), high=2**64 - 1),
-    "max_model_len": _positive,
+    "max_model_len": partial(integer, low=2),  # one token of a prompt and one of an answer
     "max_num_seqs": _positive,
     "max_num_batched_tokens": _positive,
     "long_prefill_token_threshold": partial(integer, low=0),

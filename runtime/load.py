@@ -51,7 +51,7 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
         available_bytes=available,
         num_blocks=options.num_gpu_blocks_override,
     )
-    max_model_len = _fitting_len(plan, wanted_len, is_explicit=options.max_model_len is not None)
+    max_model_len = _fitting_len(plan, wanted_len, options)
     executor = Executor(
         artifact.load_program(),
         artifact.load_weights(device),
@@ -78,15 +78,18 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
 def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
     """Refuse a dtype or quantisation that the artifact was not compiled for."""
     dtype = None if options.dtype is None else _dtype_name(DTYPES[options.dtype])
-    for name, wanted, actual in (
-        ("dtype", dtype, _dtype_name(artifact.dtype)),
-        ("quantization", options.quantization, artifact.manifest.quantization),
-    ):
-        if wanted is not None and wanted != actual:
-            raise InvalidRequest(
-                f"{artifact.root} was compiled with {name} {actual}, not {wanted}; leave {name} "
-                f"out or compile the model again with --{name} {wanted}"
-            )
+    actual = _dtype_name(artifact.dtype)
+    if dtype is not None and dtype != actual:
+        raise InvalidRequest(
+            f"{artifact.root} was compiled with dtype {actual}, not {dtype}; leave dtype out or "
+            f"compile the model again with --dtype {dtype}"
+        )
+    quantization = artifact.manifest.quantization
+    if options.quantization is not None and options.quantization != quantization:
+        raise InvalidRequest(
+            f"{artifact.root} was compiled with quantization {quantization}, not "
+            f"{options.quantization}; leave quantization out: this version quantises no models"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -114,21 +117,26 @@ def _wanted_len(manifest: Manifest, options: LLMOptions) -> int:
     return wanted or manifest.max_position
 
 
-def _fitting_len(plan: KVCachePlan, wanted_len: int, *, is_explicit: bool) -> int:
+def _fitting_len(plan: KVCachePlan, wanted_len: int, options: LLMOptions) -> int:
     # The last token of a sequence is never fed back, so its K and V need no room.
     fitting = plan.num_tokens + 1
     if wanted_len <= fitting:
         return wanted_len
-    if is_explicit:
+    num_blocks = -(-(wanted_len - 1) // plan.block_size)
+    more, enough = "kv_cache_memory_bytes", f"{(num_blocks + 1) * plan.block_bytes} bytes"
+    if options.num_gpu_blocks_override is not None:
+        more, enough = "num_gpu_blocks_override", f"{num_blocks} blocks"
+    if options.max_model_len is not None:
         raise CapacityError(
             f"the KV cache holds {plan.num_tokens} tokens, too few for one sequence of "
-            f"max_model_len={wanted_len}; lower max_model_len or raise kv_cache_memory_bytes "
-            f"({(wanted_len // plan.block_size + 2) * plan.block_bytes} bytes would do)"
+            f"max_model_len={wanted_len}; lower max_model_len or raise {more} "
+            f"({enough} would do)"
         )
     logger.warning(
         "max_model_len is lowered from the model's %d to %d, which is what the KV cache holds; "
-        "raise kv_cache_memory_bytes for more",
+        "raise %s for more",
         wanted_len,
         fitting,
+        more,
     )
     return fitting

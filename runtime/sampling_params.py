@@ -38,10 +38,11 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. A filter
     sees what the one before left: min_p, then top_k, then top_p, all after the temperature.
-    ``seed`` makes the request reproducible in any company. ``stop`` ends at a string, which is
-    left out of the text unless ``include_stop_str_in_output``; ``stop_token_ids`` ends at a token.
-    ``max_tokens`` None runs to the model's limit. ``logprobs`` N gives the N best tokens and the
-    chosen one at each step, of the distribution before temperature and filters; -1 gives all.
+    ``seed`` makes the request reproducible in any company; -1 is none, as in vLLM. ``stop`` ends at
+    a string, which is left out of the text unless ``include_stop_str_in_output``;
+    ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
+    ``logprobs`` N gives the N best tokens and the chosen one at each step, of the distribution
+    before temperature and filters; -1 gives all.
     Raises InvalidRequest, a ValueError, for an impossible value.
     """
 

@@ -129,7 +129,7 @@ def test_sampling_parameters_that_do_not_fit(llm: LLM, params: Any, words: list[
         ({"dtype": "int3"}, ["dtype", "float32", "int3"]),
         ({"dtype": "bfloat16"}, ["dtype float32", "not bfloat16", "compile the model again"]),
         ({"quantization": "awq"}, ["quantization", "awq"]),
-        ({"max_model_len": 0}, ["max_model_len", "at least 1"]),
+        ({"max_model_len": 1}, ["max_model_len", "at least 2"]),
         ({"max_model_len": NUM_POSITIONS + 1}, ["max_model_len", str(NUM_POSITIONS)]),
         ({"block_size": 0}, ["block_size", "at least 1"]),
         ({"max_num_seqs": 0}, ["max_num_seqs", "at least 1"]),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.llm import LLM as CompilingLLM
 from octavo.runtime.errors import ArtifactError, CapacityError, EngineError, InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.output_processor import OutputProcessor
@@ -97,6 +103,87 @@ def test_the_same_answer_however_it_is_run(shared_toy: Path, options: dict[str, 
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
     assert stats.num_free_blocks == stats.num_total_blocks
     llm.engine.scheduler.blocks.check()
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads that take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What ``work(0)``, ``work(1)`` and so on return, started at the same moment."""
+    start = threading.Barrier(count)
+
+    def run(index: int) -> Any:
+        start.wait()
+        return work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_threads_that_share_an_llm_get_the_answers_they_get_alone(llm: LLM) -> None:
+    params = mixed_params(12)
+    expected = [llm.generate([p], q)[0] for p, q in zip(prompts(), params, strict=True)]
+    steps_alone = llm.stats().num_steps
+    texts = [output.outputs[0].text for output in expected]
+
+    def work(index: int) -> Any:
+        mine = slice(3 * index, 3 * index + 3)
+        outputs = llm.generate(prompts()[mine], params[mine], use_tqdm=False)
+        return shown(outputs), "".join(llm.stream(prompts()[index], params[index]))
+
+    results = in_threads(4, work)
+    for index, (outputs, text) in enumerate(results):
+        assert outputs == shown(expected[3 * index : 3 * index + 3])
+        assert text == texts[index]
+    # Their requests share steps: one thread does not wait until the one before it is done.
+    assert llm.stats().num_steps < 1.25 * steps_alone
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.stats().num_free_blocks == llm.stats().num_total_blocks
+
+
+def test_a_thread_gets_its_turn_before_another_is_done(llm: LLM) -> None:
+    ended: list[str] = []
+    running = threading.Event()
+
+    def long() -> None:
+        for _ in llm.stream([1], SamplingParams(seed=1, max_tokens=400, ignore_eos=True)):
+            running.set()
+        ended.append("long")
+
+    thread = threading.Thread(target=long)
+    thread.start()
+    assert running.wait(30)
+    llm.generate([[2]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    ended.append("short")
+    thread.join()
+    assert ended == ["short", "long"]
+
+
+def test_a_stream_may_be_collected_in_the_middle_of_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = shown(llm.generate([[1]], params))
+    cycle: list[Any] = [llm.stream([2], params)]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    real = OutputProcessor.append
+
+    def append(self: OutputProcessor, sampled: SampledToken, now: float) -> None:
+        gc.collect()
+        real(self, sampled, now)
+
+    monkeypatch.setattr(OutputProcessor, "append", append)
+    assert shown(llm.generate([[1]], params)) == expected
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_preemption_is_counted_with_the_request(shared_toy: Path) -> None:
@@ -334,6 +421,41 @@ def test_defaults_of_the_models_makers(tmp_path: Path) -> None:
     assert plain == SamplingParams()
 
 
+def test_what_the_makers_recommend_in_vain_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"repetition_penalty": 1.3, "temperature": "x", "top_k": -7, "top_p": 0.9}
+    write_toy_artifact(tmp_path / "a", generation_config=config)
+    params = LLM(tmp_path / "a").get_default_sampling_params()
+    assert params == SamplingParams(top_p=0.9)
+    for name, why in (
+        ("repetition_penalty", "repetition_penalty=1.3 is not supported"),
+        ("temperature", "temperature must be a number, got 'x'"),
+        ("top_k", "top_k must be at least -1, got -7"),
+    ):
+        assert f"generation_config.json: {name} is left out: {why}" in caplog.text
+
+
+def test_a_stream_without_text_is_refused(llm: LLM, shared_toy: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    silent = SamplingParams(detokenize=False)
+    for call in (lambda: llm.stream("Hi", silent), lambda: llm.stream_chat(chat, silent)):
+        with pytest.raises(InvalidRequest, match="detokenize=False asks for none"):
+            call()
+    with pytest.raises(InvalidRequest, match="stream gives text, which needs a tokenizer"):
+        LLM(shared_toy, skip_tokenizer_init=True).stream([1, 2])
+
+
+def test_the_seed_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "Hi"}, None, 3, "Hi", [], ["Hi"]])
+def test_a_chat_that_is_none(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"a conversation must|must be a dict"):
+        llm.chat(messages)
+
+
 def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
     llm = LLM(shared_toy, skip_tokenizer_init=True)
     [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=3, logprobs=1))
@@ -351,12 +473,16 @@ def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
 def test_options_that_contradict_the_artifact(shared_toy: Path) -> None:
     with pytest.raises(InvalidRequest, match="compiled with dtype float32, not bfloat16"):
         LLM(shared_toy, dtype="bfloat16")
-    with pytest.raises(InvalidRequest, match="compiled with quantization None, not awq"):
+    with pytest.raises(InvalidRequest, match="quantization None, not awq; leave quantization out"):
         LLM(shared_toy, quantization="awq")
     with pytest.raises(InvalidRequest, match="beyond the model's own maximum of 512"):
         LLM(shared_toy, max_model_len=513)
-    with pytest.raises(CapacityError, match="lower max_model_len"):
+    with pytest.raises(CapacityError, match=r"raise num_gpu_blocks_override \(32 blocks would do"):
         LLM(shared_toy, max_model_len=512, num_gpu_blocks_override=10)
+    with pytest.raises(CapacityError, match=r"kv_cache_memory_bytes \(10560 bytes would do"):
+        LLM(shared_toy, max_model_len=512, kv_cache_memory_bytes=10559)
+    LLM(shared_toy, max_model_len=512, num_gpu_blocks_override=32)
+    LLM(shared_toy, max_model_len=512, kv_cache_memory_bytes=10560)
     with pytest.raises(ArtifactError, match="pinned"):
         LLM(shared_toy, artifact_id="sha256:00")
 
@@ -367,6 +493,7 @@ def test_a_small_pool_lowers_the_length_with_a_notice(
     llm = LLM(shared_toy, num_gpu_blocks_override=4, enforce_eager=True)
     assert "enforce_eager has no effect" in caplog.text
     assert "max_model_len is lowered from the model's 512 to 65" in caplog.text
+    assert "raise num_gpu_blocks_override for more" in caplog.text
     [output] = llm.generate([[1]], SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 64
 
@@ -449,6 +576,13 @@ def test_an_interrupted_call_leaves_nothing_behind(
 def test_unknown_keywords_are_type_errors(shared_toy: Path) -> None:
     with pytest.raises(TypeError, match="did you mean 'block_size'"):
         LLM(shared_toy, blocksize=4)
+
+
+@pytest.mark.parametrize("model", [None, 3, "", b"model", ["model"]])
+def test_what_names_no_model(model: Any) -> None:
+    for kind in (LLM, CompilingLLM):
+        with pytest.raises(InvalidRequest, match="model must be the path of"):
+            kind(model)
 
 
 def test_a_path_that_is_no_artifact(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_what_changes_nothing_is_named() -> None:
         ("kv_cache_dtype", "fp8", "use 'auto'"),
         ("dtype", "int7", "auto, float32, bfloat16 or float16"),
         ("dtype", 5, "auto, float32, bfloat16 or float16"),
-        ("max_model_len", 0, "at least 1"),
+        ("max_model_len", 1, "at least 2"),
         ("max_num_seqs", -1, "at least 1"),
         ("max_num_seqs", 1.5, "an integer"),
         ("max_num_batched_tokens", True, "an integer"),
