@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from octavo.runtime.chat_messages import check_messages, loops_over_parts, plain
 from octavo.runtime.errors import InvalidRequest
 
 # Names under which a message's reasoning is passed; templates read one or another of them.
@@ -48,9 +49,11 @@ class ChatTemplate:
         """Raises InvalidRequest when the source is not a Jinja template."""
         self.source = source
         try:
-            self._template = _environment().from_string(source)
+            tree = _environment().parse(source)
+            self._template = _environment().from_string(tree)
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template is not valid Jinja: {error}") from None
+        self._keeps_parts = loops_over_parts(tree)
 
     def render(
         self,
@@ -70,34 +73,17 @@ class ChatTemplate:
                 "continue_final_message needs add_generation_prompt=False: the model either "
                 "continues the last message or starts one"
             )
-        chat = [_alias_reasoning(message) for message in check_messages(messages)]
+        checked = check_messages(messages, keeps_parts=self._keeps_parts)
+        chat = [_alias_reasoning(message) for message in checked]
         final_text = _tag_final_text(chat) if continue_final_message else None
         variables = {"tools": None, "documents": None, **variables}
         try:
             rendered = self._template.render(
-                messages=chat, add_generation_prompt=add_generation_prompt, **_plain(variables)
+                messages=chat, add_generation_prompt=add_generation_prompt, **plain(variables)
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from None
         return rendered if final_text is None else _cut_at_tag(rendered, final_text)
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation as plain dicts, without the keys whose value is None."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise InvalidRequest(
-            "a conversation must be a list of messages such as "
-            f'{{"role": "user", "content": "Hi"}}, got {type(messages).__name__}'
-        )
-    if not messages:
-        raise InvalidRequest("a conversation must hold at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"a message must be a dict with a role, got {message!r:.80}")
-    return [
-        {key: _plain(value) for key, value in message.items() if value is not None}
-        for message in messages
-    ]
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -131,21 +117,6 @@ def _cut_at_tag(rendered: str, final_text: str) -> str:
     end = rendered.rindex(tag)
     is_spacing_kept = rendered.startswith(_CONTINUE_TAG, end)
     return rendered[:end] if is_spacing_kept else rendered[:end].rstrip()
-
-
-def _plain(value: Any) -> Any:
-    """The value rebuilt from JSON's types: an object's methods are no business of a template."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    for kind in (str, int, float):  # subclasses carry methods of their own
-        if isinstance(value, kind):
-            return kind(value)
-    return f"<{type(value).__name__}>"
 
 
 class _Dict:
