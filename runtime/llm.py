@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ class LLM:
         parsed = [self._parse_chat(conversation, **rendering) for conversation in conversations]
         return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
         """The text of one answer in pieces. Closing the iterator ends the request.
 
         Raises InvalidRequest when there would be no text: without a tokenizer or detokenize=False.
@@ -116,7 +118,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         **rendering: Any,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Like ``stream``, for a conversation; ``rendering`` as for ``chat``."""
         parsed = self._parse_chat(messages, **rendering)
         return self._stream(parsed, self._text_params(sampling_params))
@@ -259,7 +261,7 @@ class LLM:
         finally:
             self._close(request_ids, before)
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[str, None, None]:
         before = self.engine.stats()
         request_ids = [self._add(prompt, params, "delta")]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from octavo.ir.manifest import Manifest, ManifestError
 # Results that begin with @ are weights: their ops ran when the model was compiled.
 _FALLBACK = re.compile(r"\s*%.* = (aten\.[\w.]+)\(.*")
 _HEADER = re.compile(r"# (op|template|constants): (.*)")
+_FLOAT = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ def read_manifest(directory: Path) -> Manifest:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (ManifestError, UnicodeDecodeError) as error:
         raise OctavoError(f"{path}: {error}") from error
+
+
+def require_tokenizer(directory: Path) -> None:
+    """Refuse an artifact that takes token ids only: the command line has none to give."""
+    if "model/tokenizer.json" not in read_manifest(directory).files:
+        raise OctavoError(
+            f"{directory}: has no tokenizer, and the command line takes text only; compile the "
+            "model again from a directory with tokenizer.json, or give token ids to octavo.LLM"
+        )
 
 
 def read_stages(directory: Path) -> list[Stage]:
@@ -133,9 +144,23 @@ def _kernel(path: Path) -> Kernel:
             break
         if match := _HEADER.fullmatch(line):
             header[match[1]] = match[2].strip()
-    return Kernel(
-        path.stem, header.get("op", ""), header.get("template", ""), header.get("constants", "")
-    )
+    constants = _FLOAT.sub(_shortest, header.get("constants", ""))
+    return Kernel(path.stem, header.get("op", ""), header.get("template", ""), constants)
+
+
+def _shortest(match: re.Match[str]) -> str:
+    """The shortest number that is the same in float32: 1e-05 for 9.999999747378752e-06."""
+    value = float(match[0])
+    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+    same = (text for text in texts if _to_float32(float(text)) == _to_float32(value))
+    return repr(float(next(same, match[0])))
+
+
+def _to_float32(value: float) -> bytes:
+    try:
+        return struct.pack("f", value)
+    except OverflowError:
+        return struct.pack("d", value)
 
 
 def count_fallbacks(stage: Stage) -> Counter[str]:

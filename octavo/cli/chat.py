@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli import sampling
-from octavo.cli.artifact import require_artifact
+from octavo.cli.artifact import require_artifact, require_tokenizer
 from octavo.ir.errors import OctavoError
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ def chat(
     stop: sampling.Stop = None,
     ignore_eos: sampling.IgnoreEos = False,
 ) -> None:
-    """Talk with the model through its chat template. Ctrl-D ends a conversation."""
+    """Talk with the model through its chat template.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation.
+    """
     require_artifact(directory)
+    if prompt == "":
+        raise OctavoError("the prompt is empty; give at least one character")
     params = sampling.sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -49,6 +55,7 @@ def chat(
         stop=stop or None,
         ignore_eos=ignore_eos,
     )
+    require_tokenizer(directory)
 
     from octavo.runtime.llm import LLM
 
@@ -73,29 +80,40 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
 
     def answer(self, prompt: str) -> None:
-        """Stream the answer to stdout. A turn that fails is not remembered."""
+        """Stream the answer to stdout.
+
+        A turn that fails is not remembered. Of one that KeyboardInterrupt ends, what was said is.
+        """
         messages = [*self.messages, {"role": "user", "content": prompt}]
         pieces: list[str] = []
         try:
-            for piece in self.llm.stream_chat(messages, self.params):
-                pieces.append(piece)
-                print(piece, end="", flush=True)
-        except BaseException:
+            with closing(self.llm.stream_chat(messages, self.params)) as stream:
+                for piece in stream:
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
+        except BaseException as error:
             if pieces:
                 print()  # what is said of the error begins a line
+                if isinstance(error, KeyboardInterrupt):
+                    self._remember(messages, pieces)
             raise
         print()
-        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        self._remember(messages, pieces)
         if self.show_stats:
             print(_stats_line(self.llm), file=sys.stderr)
 
+    def _remember(self, messages: list[dict[str, str]], pieces: list[str]) -> None:
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
 
 def _converse(conversation: Conversation) -> None:
+    is_terminal = _is_terminal()
     while True:
         try:
-            prompt = input("> ")
+            prompt = input("> " if is_terminal else "")
         except EOFError:
-            print()
+            if is_terminal:
+                print()  # the shell's prompt begins a line
             return
         if not prompt.strip():
             continue
@@ -103,6 +121,14 @@ def _converse(conversation: Conversation) -> None:
             conversation.answer(prompt)
         except OctavoError as error:
             print(f"octavo: error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise  # nobody is there to say something else
+            print("octavo: interrupted", file=sys.stderr)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _stats_line(llm: LLM) -> str:

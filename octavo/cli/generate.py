@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli import sampling
-from octavo.cli.artifact import require_artifact
+from octavo.cli.artifact import require_artifact, require_tokenizer
 
 
 def generate(
@@ -40,6 +40,7 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos,
     )
+    require_tokenizer(directory)
 
     from octavo.runtime.llm import LLM
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +18,7 @@ from octavo.cli import artifact
 from octavo.ir.errors import OctavoError
 from octavo.ir.manifest import KVSlot, Manifest
 
-PIPE_WIDTH = 1000
+PIPE_WIDTH = UNBROKEN_WIDTH = 1000
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -39,11 +41,21 @@ def inspect(
     if stage is not None:
         sys.stdout.write(artifact.find_stage(stages, stage).text())
         return
-    console = _console()
     if diff is not None:
         before, after = (artifact.find_stage(stages, wanted) for wanted in diff)
-        _print_diff(console, before, after)
+        _print_diff(_console(), before, after)
         return
+    console = _console()
+    with console.capture() as captured:
+        _print_summary(console, directory, manifest, stages)
+    # Rich pads a table's last column: blanks that a narrower screen or a file shows as such.
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
+def _print_summary(
+    console: Console, directory: Path, manifest: Manifest, stages: list[artifact.Stage]
+) -> None:
     _print_model(console, directory, manifest)
     _print_sizes(console, manifest)
     _print_stages(console, stages)
@@ -83,11 +95,10 @@ def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
         "KV cache": _describe_slots(manifest.kv_slots),
         "made with": ", ".join(f"{name} {v}" for name, v in sorted(manifest.producer.items())),
     }
-    grid = Table.grid(padding=(0, 2))
+    width = max(map(len, rows)) + 2
     for name, value in rows.items():
-        if value:
-            grid.add_row(Text(name, style="bold"), Text(value))
-    console.print(grid)
+        if value:  # unbroken, whatever the width: an id is there to be copied
+            console.print(Text.assemble((name.ljust(width), "bold"), value), soft_wrap=True)
 
 
 def _describe_slots(slots: tuple[KVSlot, ...]) -> str:
@@ -136,7 +147,18 @@ def _print_kernels(console: Console, kernels: list[artifact.Kernel]) -> None:
     table = _table("Kernels", "kernel", "op", "template", "constants")
     for kernel in kernels:
         table.add_row(kernel.name, kernel.op, kernel.template, kernel.constants)
-    console.print(table)
+    unbroken = console.options.update(width=UNBROKEN_WIDTH)
+    if Measurement.get(console, unbroken, table).maximum <= console.width:
+        console.print(table)
+        return
+    # A narrow terminal: the constants on lines of their own, or names would break in mid-word.
+    console.print(Text("\nKernels", style="bold"))
+    wrapper = TextWrapper(console.width - 2, break_long_words=False, break_on_hyphens=False)
+    for kernel in kernels:
+        console.print(Text(kernel.name, style="bold"), soft_wrap=True)
+        for text in (f"{kernel.op}, {kernel.template}", kernel.constants):
+            for line in wrapper.wrap(text):
+                console.print(Text(f"  {line}"), soft_wrap=True)
 
 
 def _print_fallbacks(console: Console, stages: list[artifact.Stage]) -> None:

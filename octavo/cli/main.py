@@ -96,8 +96,14 @@ def _fail(text: str) -> int:
 def _usage_line(error: TyperException) -> str:
     """What is wrong with the command line, and where its help is."""
     context = getattr(error, "ctx", None)
-    command = context.command_path if context else "octavo"
+    command = context.command_path if context else _command_typed()
     return f"{error.format_message().rstrip('.')}; see '{command} --help'"
+
+
+def _command_typed() -> str:
+    """For an option with too few values, which Click reports without saying whose it is."""
+    names = [command.name for command in app.registered_commands]
+    return f"octavo {sys.argv[1]}" if sys.argv[1:2] and sys.argv[1] in names else "octavo"
 
 
 def _one_line(error: Exception) -> str:

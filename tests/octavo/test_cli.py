@@ -36,6 +36,11 @@ def test_an_unknown_option_names_the_help_of_its_command() -> None:
     assert_refused(octavo("chat", "x", "--nope"), "--nope", "octavo chat --help")
 
 
+@pytest.mark.parametrize("option", [["--stage"], ["--diff", "0"], ["--diff"]])
+def test_too_few_values_of_an_option_name_the_help_of_its_command(option: list[str]) -> None:
+    assert_refused(octavo("inspect", "x", *option), option[0], "octavo inspect --help")
+
+
 def test_a_missing_prompt_is_refused() -> None:
     assert_refused(octavo("generate", "x"), "--prompt")
 

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from octavo.cli import chat
 from octavo.cli.main import app
 from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import FileEntry, Manifest
 from octavo.runtime.sampling_params import SamplingParams
 
 
 class EchoLLM:
-    """Answers with its messages; ``fail`` as the last message is refused in mid-stream."""
+    """Answers with its messages; on ``fail`` it fails half-way, on ``stop me`` Ctrl-C comes."""
 
     def __init__(self, path: Path) -> None:
         self.last_stats: SimpleNamespace | None = None
@@ -26,6 +28,8 @@ class EchoLLM:
         yield "I heard: "
         if messages[-1]["content"] == "fail":
             raise OctavoError("too long")
+        if messages[-1]["content"] == "stop me":
+            raise KeyboardInterrupt
         yield " | ".join(f"{message['role']} {message['content']}" for message in messages)
         self.last_stats = SimpleNamespace(
             prompt_tokens=20, output_tokens=11, prefill_seconds=0.5, decode_seconds=2.0
@@ -41,8 +45,28 @@ def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     module = ModuleType("octavo.runtime.llm")
     module.LLM = EchoLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "octavo.runtime.llm", module)
-    (tmp_path / "manifest.json").write_text("{}")
+    write_manifest(tmp_path, files=["model/tokenizer.json"])
     return str(tmp_path)
+
+
+def write_manifest(folder: Path, files: list[str]) -> None:
+    manifest = Manifest(
+        architecture="Echo",
+        model_type="echo",
+        target="cpu",
+        dtype="f32",
+        vocab_size=100,
+        max_position=64,
+        kv_slots=(),
+        files={name: FileEntry(1, "0" * 64, "model") for name in files},
+    )
+    (folder / "manifest.json").write_text(manifest.to_json())
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard input is a terminal, for what asks."""
+    monkeypatch.setattr(chat, "_is_terminal", lambda: True)
 
 
 def run(*arguments: str, typed: str = "") -> Result:
@@ -71,9 +95,43 @@ def test_a_conversation_remembers_its_turns_and_skips_empty_lines(artifact: str)
 def test_a_turn_that_fails_is_told_and_forgotten(artifact: str) -> None:
     result = run("chat", artifact, typed="one\nfail\nthree\n")
     assert result.stderr == "octavo: error: too long\n"
-    assert result.stdout.endswith(
-        "I heard: user one | assistant I heard: user one | user three\n> \n"
+    assert result.stdout.endswith("I heard: user one | assistant I heard: user one | user three\n")
+
+
+def test_a_pipe_sees_answers_only(artifact: str) -> None:
+    assert run("chat", artifact, typed="one\n").stdout == "I heard: user one\n"
+
+
+@pytest.mark.usefixtures("terminal")
+def test_ctrl_c_ends_the_answer_and_what_was_said_is_remembered(artifact: str) -> None:
+    result = run("chat", artifact, typed="stop me\ntwo\n")
+    assert result.stderr == "octavo: interrupted\n"
+    assert result.stdout == (
+        "> I heard: \n> I heard: user stop me | assistant I heard:  | user two\n> \n"
     )
+
+
+@pytest.mark.parametrize(("arguments", "typed"), [(["-p", "stop me"], ""), ([], "stop me\ntwo\n")])
+def test_ctrl_c_ends_a_chat_that_nobody_types(
+    artifact: str, arguments: list[str], typed: str
+) -> None:
+    result = CliRunner().invoke(app, ["chat", artifact, *arguments], input=typed)
+    assert result.exit_code == 130
+    assert result.stdout == "I heard: \n"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_artifact_without_a_tokenizer_is_refused(artifact: str, command: str) -> None:
+    write_manifest(Path(artifact), files=[])
+    result = CliRunner().invoke(app, [command, artifact, "-p", "a"])
+    assert isinstance(result.exception, OctavoError)
+    assert "has no tokenizer, and the command line takes text only" in str(result.exception)
+
+
+def test_an_empty_prompt_is_refused(artifact: str) -> None:
+    result = CliRunner().invoke(app, ["chat", artifact, "-p", ""])
+    assert isinstance(result.exception, OctavoError)
+    assert str(result.exception) == "the prompt is empty; give at least one character"
 
 
 def test_one_prompt_prints_only_the_new_text(artifact: str) -> None:

@@ -115,6 +115,36 @@ def test_summary_lists_kernels_from_their_headers(artifact: Path) -> None:
     assert row in lines(inspect(artifact))
 
 
+def test_nothing_is_padded_in_a_pipe(artifact: Path) -> None:
+    result = inspect(artifact)
+    assert len(result.stdout) > 500
+    assert [line for line in result.stdout.splitlines() if line != line.rstrip()] == []
+
+
+def test_constants_are_the_shortest_numbers_that_are_the_same_in_float32(artifact: Path) -> None:
+    (artifact / "kernels" / "src" / "rms_norm_8.py").write_text(
+        "# op: f16.e5\n# template: t\n"
+        "# constants: eps=9.999999747378752e-06 scale=0.22360679774997896 half=0.5 n=20 b=1e-06 "
+        "big=1e+300 v=0.1.2 limit=-3.4028234663852886e+38\n"
+    )
+    row = "f16.e5 t eps=1e-05 scale=0.2236068 half=0.5 n=20 b=1e-06 big=1e+300 v=0.1.2"
+    assert ["rms_norm_8", *row.split(), "limit=-3.4028235e+38"] in lines(inspect(artifact))
+
+
+def test_a_narrow_terminal_breaks_no_word(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = "heads=9 kv_heads=3 head_dim=64 v_head_dim=64 dtype=f32 kv_dtype=f32 scale=0.125"
+    name = "paged_attention_with_a_name_that_is_rather_long_for_it"
+    (artifact / "kernels" / "src" / f"{name}.py").write_text(
+        f"# op: paged_attention\n# template: cpu/paged_attention.py.j2\n# constants: {constants}\n"
+    )
+    monkeypatch.setattr("octavo.cli.inspect.PIPE_WIDTH", 80)
+    text = inspect(artifact).stdout
+    kernels = text[text.index("\nKernels\n") :]
+    words = set(kernels.split())
+    assert {name, "cpu/paged_attention.py.j2", *constants.split()} <= words
+    assert all(len(line) <= 80 for line in kernels.splitlines())
+
+
 def test_summary_counts_fallbacks_of_the_last_stage(artifact: Path) -> None:
     assert ["aten.erfinv.default", "1"] in lines(inspect(artifact))
 

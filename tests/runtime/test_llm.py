@@ -245,7 +245,7 @@ def test_streams_may_be_read_in_turns_and_left(llm: LLM) -> None:
         pieces[0] += next(first)
         pieces[1] += next(second)
         next(third)
-    third.close()  # type: ignore[attr-defined]
+    third.close()
     assert "".join([pieces[1], *second]) == expected[1]
     assert "".join([pieces[0], *first]) == expected[0]
     assert not llm.engine.has_unfinished_requests()
