@@ -22,11 +22,13 @@ def logit_rows(graph: Graph, report: Report) -> int:
     _place_before_kv(graph, rows)
     if not chain:
         report.missed(logits, "the rows are gathered last: the logits do not come from a linear")
-        return _finish(graph, graph.append("gather_rows", logits, rows, name=logits.name).output)
+        flat = _without_batch(graph, None, logits)
+        return _finish(graph, graph.append("gather_rows", flat, rows, name=logits.name).output)
     hidden = _row_operand(chain[0])
     assert hidden is not None
     name = f"{hidden.name}.rows"
-    value = graph.insert_before(chain[0], "gather_rows", hidden, rows, name=name).output
+    flat = _without_batch(graph, chain[0], hidden)
+    value = graph.insert_before(chain[0], "gather_rows", flat, rows, name=name).output
     for node in chain:
         old = _row_operand(node)
         inputs = [value if operand is old else operand for operand in node.inputs]
@@ -59,6 +61,15 @@ def _row_operand(node: Node) -> Value | None:
     if len(rows) != 1 or (node.op != "linear" and any(w.tensor.rank > 1 for w in others)):
         return None
     return rows[0]
+
+
+def _without_batch(graph: Graph, anchor: Node | None, x: Value) -> Value:
+    """``[1, T, ...]`` to ``[T, ...]`` where drop-batch left the batch dim on; rows come first."""
+    if x.shape[0] != 1:
+        return x
+    if anchor is None:
+        return graph.append("squeeze", x, dim=0, name=x.name, origin=x.origin).output
+    return graph.insert_before(anchor, "squeeze", x, dim=0, name=x.name, origin=x.origin).output
 
 
 def _place_before_kv(graph: Graph, rows: Value) -> None:
