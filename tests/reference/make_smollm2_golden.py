@@ -1,7 +1,8 @@
 """Write tests/reference/smollm2_golden.json: what Hugging Face itself answers, in fp32 and fp64.
 
-    python tests/reference/make_smollm2_golden.py PATH_TO_GGUF
+    python tests/reference/make_smollm2_golden.py PATH_TO_GGUF [PROMPT ...]
 
+Named prompts are computed again and the rest of the file is kept; without names, all are.
 Model, tokenizer and dequantisation are transformers' own (which wants the package `accelerate`);
 nothing of Octavo is imported. For each prompt it stores the prompt's ids, 64 greedy tokens of the
 eager fp32 model, and for each of them the log-probability in fp64 and the margin between the two
@@ -47,8 +48,9 @@ def chosen(logits: torch.Tensor, new: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
 
 
-def main(path: Path) -> None:
+def main(path: Path, names: list[str]) -> None:
     """Load, answer, compare, write."""
+    kept = json.loads(OUTPUT.read_text()) if names else {"noise": 0.0, "cases": []}
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(
@@ -57,11 +59,13 @@ def main(path: Path) -> None:
         attn_implementation="eager",
         quantization_config=GgufConfig(dequantize=True),
     ).eval()
-    prompts = {name: tokenizer(text)["input_ids"] for name, text in PROMPTS.items()}
+    wanted = names or list(PROMPTS)
+    prompts = {name: tokenizer(PROMPTS[name])["input_ids"] for name in wanted}
     tokens = {name: greedy(model, ids) for name, ids in prompts.items()}
     narrow = {name: teacher_forced(model, ids, tokens[name]) for name, ids in prompts.items()}
     model.double()
-    cases, noise = [], 0.0
+    cases = [case for case in kept["cases"] if case["name"] not in wanted]
+    noise = kept["noise"]
     for name, ids in prompts.items():
         exact = teacher_forced(model, ids, tokens[name])
         best = exact.topk(2).values
@@ -78,8 +82,9 @@ def main(path: Path) -> None:
             }
         )
         print(f"{name}: {len(ids)} tokens, fp32 off by {own:.2e}")
+    cases.sort(key=lambda case: list(PROMPTS).index(case["name"]))
     OUTPUT.write_text(json.dumps({"noise": noise, "cases": cases}) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

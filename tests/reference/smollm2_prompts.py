@@ -21,7 +21,7 @@ def _long_prompt() -> str:
     lines = [
         f"Entry {i}: the ship brought {17 * i % 97 + 3} crates of {goods[i * 5 % 8]} "
         f"from {ports[i * 3 % 7]}."
-        for i in range(1, 66)
+        for i in range(1, 76)
     ]
     return "The harbour master's ledger.\n" + "\n".join(lines) + "\nIn summary,"
 
