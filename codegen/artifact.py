@@ -74,17 +74,21 @@ class ArtifactWriter:
         self.output = Path(os.path.abspath(self.output))
         self.directory = self.output.parent / f".{self.output.name}.partial-{os.getpid()}"
         self.is_finished = False
+        self._made_parents: list[Path] = []
 
     def __enter__(self) -> ArtifactWriter:
         self._check_output()
+        return self
+
+    def begin(self) -> None:
+        """Make the directory; call it first inside the ``with``. An interrupt between ``__enter__``
+        and the body is seen by no ``__exit__``, so nothing may have been made by then."""
         self._made_parents = [p for p in self.output.parents if not p.exists()]
         try:
             self._sweep()
             self.directory.mkdir(parents=True)
         except OSError as error:
-            self._remove()
             raise self._explained(error) from None
-        return self
 
     def __exit__(
         self,

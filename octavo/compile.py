@@ -76,6 +76,7 @@ def compile_model(
     chosen = resolve_target(target)
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
+        writer.begin()
         with phases("read the model"):
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, chosen.name)

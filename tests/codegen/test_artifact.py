@@ -37,6 +37,7 @@ FIELDS: dict[str, Any] = {
 def compile_llama(output: Path, *, force: bool = False) -> Manifest:
     graph = llama(layers=2)
     with ArtifactWriter(output, force=force) as writer:
+        writer.begin()
         cpu = resolve_target("cpu")
         generated = generate(graph, cpu, writer.directory, RandomSource(graph))
         return writer.finish(kv_slots=generated.kv_slots, **FIELDS)
@@ -70,10 +71,16 @@ def test_missing_parents_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "out" / "manifest.json").is_file()
 
 
+def test_nothing_is_made_before_the_body_can_be_interrupted(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "a" / "out"):
+        assert listing(tmp_path) == []
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_an_exception_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
     def compile_in_part() -> None:
         with ArtifactWriter(tmp_path / "a" / "out") as writer:
+            writer.begin()
             writer.write_text("program.py", "x = 1\n")
             raise error
 
@@ -84,6 +91,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path, error: type[BaseExce
 
 def test_leaving_without_finish_leaves_nothing_behind(tmp_path: Path) -> None:
     with ArtifactWriter(tmp_path / "out") as writer:
+        writer.begin()
         writer.write_text("program.py", "x = 1\n")
     assert listing(tmp_path) == []
 
@@ -165,7 +173,7 @@ def test_errors_that_are_not_about_the_output_pass_through(tmp_path: Path) -> No
 def test_a_parent_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(OctavoError, match="cannot be written"):
-        ArtifactWriter(tmp_path / "file" / "out").__enter__()
+        ArtifactWriter(tmp_path / "file" / "out").begin()
 
 
 def test_stages_are_written_without_times(tmp_path: Path) -> None:
@@ -180,6 +188,7 @@ def test_stages_are_written_without_times(tmp_path: Path) -> None:
         seconds=1.5,
     )
     with ArtifactWriter(tmp_path / "out") as writer:
+        writer.begin()
         writer.write_stages([stage])
         assert (writer.directory / "ir/03-fuse-add-norm.ir").read_text() == stage.text
         index = json.loads((writer.directory / "ir/index.json").read_text())
@@ -227,6 +236,7 @@ def test_a_second_ctrl_c_does_not_stop_the_removal(
 
     def interrupt() -> None:
         with ArtifactWriter(tmp_path / "out") as writer:
+            writer.begin()
             writer.write_text("program.py", "x = 1\n")
             monkeypatch.setattr(shutil, "rmtree", interrupted)
             raise KeyboardInterrupt
