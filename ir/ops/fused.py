@@ -1,7 +1,7 @@
 """Ops that GPU kernels run as one: see "Fused ops of these targets" in docs/cuda.md.
 
-Made by the last passes of the cuda pipeline. All compute in f32 (f64 for f64 inputs) and round once,
-where the unfused ops round after each step.
+Made by the last passes of the cuda pipeline. All compute in f32 (f64 for f64 inputs) and round
+once, where the unfused ops round after each step.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def fused_linear(
     out_dtype: str | None = None,
     emit_sumsq: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A linear with what stands around it; returns ``[..., N]``, with ``emit_sumsq`` its sumsq too.
+    """A linear with what stands around it: ``[..., N]``, and with ``emit_sumsq`` its sumsq.
 
-    In this order: RMS norm of x ``[..., K]`` without a weight if ``norm_eps`` is set; ``@ weight.T``
-    and bias; ``activation(first half) * second half`` of the columns; softcap; ``+ residual``.
-    ``sumsq`` ``f32[..., K / 64]`` is that of x and changes no value: a kernel may take the norm from
-    it. ``out_dtype`` is that of the result, the dtype of x if it is left out.
+    In this order: RMS norm of x ``[..., K]`` without a weight if ``norm_eps`` is set;
+    ``@ weight.T`` and bias; ``activation(first half) * second half`` of the columns; softcap;
+    ``+ residual``. ``sumsq`` ``f32[..., K / 64]`` is that of x and changes no value: a kernel may
+    take the norm from it. ``out_dtype`` is that of the result, by default that of x.
     """
     wide = _wide(x)
     if norm_eps is not None:
@@ -143,8 +143,8 @@ def rotary_paged_attention(
 ) -> tuple[Tensor, KVState]:
     """Norm of the heads of q and k if ``norm_eps`` is set, rotation, KV write, paged attention.
 
-    q ``[T, H, D]``, k ``[T, Hk, D]``, v ``[T, Hk, Dv]``; ``q_norm`` and ``k_norm`` ``[D]``, applied as
-    ``norm_offset + weight``. Returns ``[T, H, Dv]`` and the state.
+    q ``[T, H, D]``, k ``[T, Hk, D]``, v ``[T, Hk, Dv]``; ``q_norm`` and ``k_norm`` ``[D]``, applied
+    as ``norm_offset + weight``. Returns ``[T, H, Dv]`` and the state.
     """
     if norm_eps is not None:
         q = rms_norm.evaluate(q, q_norm, eps=norm_eps, weight_offset=norm_offset)

@@ -71,6 +71,21 @@ SAMPLES: list[tuple[str, list[str | None], dict[str, Any]]] = [
         ["f32[T, 4, 8]", KV, "i32[S, B]", "i32[S+1]", "i32[S]", "f32[4]"],
         {"slot": 1, "scale": 0.3, "window": 2},
     ),
+    ("embedding_sumsq", ["i64[T]", "bf16[11, 128]"], {}),
+    ("fused_linear", ["bf16[T, 64]", "bf16[6, 64]"], {"out_dtype": "f32"}),
+    (
+        "fused_linear",
+        ["bf16[T, 64]", "bf16[128, 64]", "bf16[128]", "bf16[T, 64]", "f32[T, 1]"],
+        {"norm_eps": 1e-5, "activation": "silu", "emit_sumsq": True},
+    ),
+    (
+        "rotary_paged_attention",
+        [
+            *[KV, "f32[T, 4, 8]", *["f32[T, 2, 8]"] * 2, *["f32[T, 6]"] * 2, "i64[T]"],
+            *["i32[S, B]", "i32[S+1]", "i32[S]", None, "f32[8]", "f32[8]"],
+        ],
+        {"slot": 0, "scale": 0.3, "norm_eps": 1e-6},
+    ),
     ("reshape", ["f32[T, 8]"], {"shape": (SymDim("T", 2), 4)}),
     ("expand", ["f32[T, 1]"], {"shape": (3, T, 8)}),
     ("transpose", ["f32[2, T, 8]"], {"dim0": 0, "dim1": -1}),
