@@ -14,7 +14,7 @@ from octavo.codegen.memory import MemoryPlan, plan_memory, unit_size
 from octavo.codegen.program import ProgramWriter
 from octavo.codegen.render import KernelSet, RenderedKernel
 from octavo.codegen.schedule import Schedule, make_schedule
-from octavo.codegen.target import Target
+from octavo.codegen.target import CPU, Target
 from octavo.codegen.weights import Progress, write_weights
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
@@ -59,7 +59,7 @@ def generate(
     """
     check_inputs(graph)
     kernels = KernelSet(target)
-    program = lower(graph)
+    program = lower(graph, target.rules)
     schedule = make_schedule(program.lines, graph.outputs, program.num_early)
     memory = plan_memory(schedule)
     text = ProgramWriter(graph, schedule, memory, kernels).text()
@@ -120,9 +120,9 @@ def memory_json(plan: MemoryPlan) -> str:
     return json.dumps(body, indent=2) + "\n"
 
 
-def schedule_of(graph: Graph) -> Schedule:
+def schedule_of(graph: Graph, target: Target = CPU) -> Schedule:
     """The schedule that ``generate`` would use: for tests and for looking at a model."""
-    program = lower(graph)
+    program = lower(graph, target.rules)
     return make_schedule(program.lines, graph.outputs, program.num_early)
 
 

@@ -1,20 +1,19 @@
-"""Which template renders an op, and what each op of the step needs from the memory plan.
+"""What the program needs to know of an op: its kernel, and what it wants from the memory plan.
 
-``rule_for`` is the one table: an op with a file under ``templates/<target>/`` is a kernel, the rest
-are single PyTorch calls written into the program (``codegen/expressions.py``).
+An op with a file under ``templates/<target>/`` is a kernel, by the rules of ``cpu_rules.py`` and
+``triton_rules.py``; the rest are single PyTorch calls (``expressions.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Node
 from octavo.ir.ops.aten import _overload
-from octavo.ir.types import KVType, TensorType
+from octavo.ir.types import TensorType
 
 VIEWS = frozenset("reshape expand transpose permute unsqueeze squeeze slice select split".split())
 UNARY = frozenset("neg exp sqrt rsqrt cos sin tanh sigmoid relu silu gelu".split())
@@ -27,14 +26,17 @@ COPY = "copy_reshape"  # pseudo op: a reshape that its operand's strides do not 
 class Kernel:
     """A template and the constants that specialise it.
 
-    ``label`` tells kernels of one op apart in file names. ``plan_operands`` are replaced by the
-    result of the kernel's ``plan``, which runs once a step, and ``plan_constants`` says which plans
-    are the same. ``prepared`` operands go through the kernel's ``prepare`` once, at load.
+    ``label`` tells kernels of one template apart in file names. ``plan_operands`` are replaced by
+    the result of the kernel's ``plan``, which runs once a step, and ``plan_constants`` says which
+    plans are the same. ``prepared`` operands go through the kernel's ``prepare`` once, at load.
+    ``keywords`` are what the kernel wants of the program: attributes of its Buffers, by name.
     """
 
     op: str
     constants: tuple[tuple[str, Any], ...]
     label: tuple[Any, ...]
+    template: str | None = None  # the file's name, if it is not the op's
+    keywords: tuple[str, ...] = ()
     plan_operands: tuple[int, ...] = ()
     plan_constants: tuple[Any, ...] = ()
     prepared: tuple[int, ...] = ()
@@ -46,19 +48,25 @@ class Rule:
 
     ``alias``: the results are views of the operands. ``in_place``: pairs of a result and an operand
     whose buffer it may overwrite, when they are of one type and the operand is read no more.
+    ``scratch``: keywords and types of buffers that the kernel uses while it runs.
     """
 
     outs: tuple[str | None, ...]
     kernel: Kernel | None = None
     alias: bool = False
     in_place: tuple[tuple[int, int], ...] = ()
+    scratch: tuple[tuple[str, TensorType], ...] = ()
 
 
-def rule_for(node: Node) -> Rule:
-    """The rule of a node. Raises OctavoError for an op that no target code exists for."""
+# An op's rule, or None where the op's kernel does not cover this node.
+KernelRules = Mapping[str, Callable[[Node], Rule | None]]
+
+
+def rule_for(node: Node, kernels: KernelRules) -> Rule:
+    """The rule of a node, given a target's own. Raises OctavoError for an op without any."""
     op = node.op
-    if op in _KERNELS:
-        return _KERNELS[op](node)
+    if op in kernels and (rule := kernels[op](node)) is not None:
+        return rule
     if op in VIEWS:
         return Rule((None,) * len(node.outputs), alias=True)
     if op in UNARY or op in BINARY:
@@ -76,149 +84,3 @@ def rule_for(node: Node) -> Rule:
 def is_fallback(node: Node) -> bool:
     """True for an op that has no meaning of its own here and is left to PyTorch."""
     return node.op.startswith("aten.")
-
-
-def _width(node: Node, index: int = 0) -> Any:
-    return node.operand(index).shape[-1]
-
-
-def _norm(node: Node, *, weight_at: int) -> Rule:
-    weight, bias = [*node.inputs[weight_at:], None, None][:2]
-    constants = (
-        ("hidden", _width(node)),
-        ("dtype", node.operand(0).dtype),
-        ("weight_rank", 0 if weight is None else weight.tensor.rank),
-        ("weight_dtype", None if weight is None else weight.dtype),
-        ("has_bias", bias is not None),
-        *node.attrs.items(),
-    )
-    is_fused = weight_at == 2
-    prepared = (weight_at,) if node.op.endswith("rms_norm") and weight is not None else ()
-    return Rule(
-        ("out", "total") if is_fused else ("out",),
-        Kernel(node.op, constants, (_width(node),), prepared=prepared),
-        in_place=((1, 0), (1, 1)) if is_fused else (),
-    )
-
-
-def _linear(node: Node) -> Rule:
-    n, k = node.operand(1).shape
-    bias = len(node.inputs) > 2 and node.inputs[2] is not None
-    x = node.operand(0)
-    constants = (
-        ("k", k),
-        ("n", n),
-        ("dtype", x.dtype),
-        ("has_bias", bias),
-        ("rank", x.tensor.rank),
-        ("is_prepared", node.operand(1).is_weight),
-    )
-    prepared = (1,) if node.operand(1).is_weight else ()
-    label = (k, n, *(("bias",) if bias else ()))
-    return Rule(("out",), Kernel("linear", constants, label, prepared=prepared))
-
-
-def _gated_activation(node: Node) -> Rule:
-    x = node.operand(0)
-    activation = node.attrs["activation"]
-    constants = (("width", x.shape[-1]), ("dtype", x.dtype), ("activation", activation))
-    kernel = Kernel(node.op, constants, (activation, x.shape[-1]))
-    return Rule(("out",), kernel, in_place=((0, 0),))
-
-
-def _softcap(node: Node) -> Rule:
-    constants = (("dtype", node.operand(0).dtype), ("cap", node.attrs["cap"]))
-    kernel = Kernel(node.op, constants, (node.operand(0).shape[-1],))
-    return Rule(("out",), kernel, in_place=((0, 0),))
-
-
-def _rotary_constants(x: TensorType, cos: TensorType, interleaved: bool) -> tuple[Any, ...]:
-    return (
-        ("head_dim", x.shape[-1]),
-        ("rotary_dim", cos.shape[-1]),
-        ("dtype", x.dtype),
-        ("table_dtype", cos.dtype),
-        ("interleaved", interleaved),
-    )
-
-
-def _rotary(node: Node) -> Rule:
-    x, cos = node.operand(0).tensor, node.operand(1).tensor
-    constants = _rotary_constants(x, cos, node.attrs["interleaved"])
-    kernel = Kernel(
-        node.op,
-        (("heads", x.shape[1]), *constants),
-        (x.shape[1], x.shape[2]),
-        plan_operands=(1, 2),
-        plan_constants=("rotary", *constants),
-    )
-    return Rule(("out",), kernel)
-
-
-def _kv_write(node: Node) -> Rule:
-    k, v = node.operand(1), node.operand(2)
-    constants = (
-        ("kv_heads", k.shape[1]),
-        ("head_dim", k.shape[2]),
-        ("v_head_dim", v.shape[2]),
-        ("dtype", k.dtype),
-    )
-    return Rule((None,), Kernel(node.op, constants, (k.shape[1], k.shape[2])))
-
-
-def _rotary_kv_write(node: Node) -> Rule:
-    q, k, v, cos = (node.operand(i).tensor for i in (1, 2, 3, 4))
-    constants = _rotary_constants(q, cos, node.attrs["interleaved"])
-    kernel = Kernel(
-        node.op,
-        (
-            ("heads", q.shape[1]),
-            ("kv_heads", k.shape[1]),
-            ("v_head_dim", v.shape[2]),
-            *constants,
-        ),
-        (q.shape[1], k.shape[1], k.shape[2]),
-        plan_operands=(4, 5),
-        plan_constants=("rotary", *constants),
-    )
-    return Rule(("out", None), kernel)
-
-
-def _paged_attention(node: Node) -> Rule:
-    q, kv = node.operand(0).tensor, node.operand(1).type
-    assert isinstance(kv, KVType)
-    slot = kv.slots[node.attrs["slot"]]
-    attrs = {key: value for key, value in node.attrs.items() if key != "slot"}
-    has_sinks = len(node.inputs) > 5 and node.inputs[5] is not None
-    constants = (
-        ("heads", q.shape[1]),
-        ("kv_heads", slot.num_kv_heads),
-        ("head_dim", slot.head_dim),
-        ("v_head_dim", slot.v_head_dim),
-        ("dtype", q.dtype),
-        ("kv_dtype", kv.dtype),
-        *attrs.items(),
-        ("has_sinks", has_sinks),
-    )
-    spans = [f"w{attrs['window']}"] if attrs["window"] else []
-    label = (q.shape[1], slot.num_kv_heads, slot.head_dim, *spans)
-    plan_constants = ("paged_attention", q.dtype, slot, attrs["window"], attrs["chunk"])
-    return Rule(
-        ("out",),
-        Kernel(node.op, constants, label, plan_operands=(2, 3, 4), plan_constants=plan_constants),
-    )
-
-
-_KERNELS: dict[str, Callable[[Node], Rule]] = {
-    "linear": _linear,
-    "rms_norm": partial(_norm, weight_at=1),
-    "layer_norm": partial(_norm, weight_at=1),
-    "add_rms_norm": partial(_norm, weight_at=2),
-    "add_layer_norm": partial(_norm, weight_at=2),
-    "gated_activation": _gated_activation,
-    "softcap": _softcap,
-    "rotary": _rotary,
-    "kv_write": _kv_write,
-    "rotary_kv_write": _rotary_kv_write,
-    "paged_attention": _paged_attention,
-}

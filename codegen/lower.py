@@ -9,13 +9,13 @@ a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.codegen.kernels import COPY, PLAN, VIEWS, Rule, rule_for
+from octavo.codegen.kernels import COPY, PLAN, VIEWS, KernelRules, Rule, rule_for
 from octavo.ir.graph import Graph, Kind, Node, Origin, Value
 from octavo.ir.ops import op_def, resolve
 from octavo.ir.types import KVType, TensorType, Type
@@ -62,15 +62,15 @@ class Lines:
     layouts: dict[Value, Tensor] = field(default_factory=dict)  # on the meta device
 
 
-def lower(graph: Graph) -> Lines:
-    """The lines of a graph, in the order in which they run."""
+def lower(graph: Graph, rules: KernelRules) -> Lines:
+    """The lines of a graph, in the order in which they run, by the rules of a target."""
     program = Lines()
     for value in graph.inputs:
         if isinstance(value.type, TensorType):
             program.layouts[value] = _meta(value.type)
     plans: dict[tuple[Any, ...], Value] = {}
     for node in graph.nodes:
-        line = Line(node.op, node.inputs, node.attrs, node.outputs, rule_for(node))
+        line = _with_scratch(node, rule_for(node, rules))
         program.lines.extend(_with_plan(line, plans))
     early, late = _hoisted(program.lines)
     program.num_early = len(early)
@@ -100,6 +100,18 @@ def _hoisted(lines: Iterable[Line]) -> tuple[list[Line], list[Line]]:
 def _is_early(value: Value, made: set[Value]) -> bool:
     is_step_input = value.kind is Kind.INPUT and value.name in _STEP_INPUTS
     return value.is_weight or is_step_input or value in made
+
+
+def _with_scratch(node: Node, rule: Rule) -> Line:
+    """The node as a line; what its kernel needs for itself counts as results that nobody reads."""
+    stem = node.outputs[0].name
+    scratch = [
+        Value(f"{stem}.{keyword}", type_, Kind.STEP, None, Origin())
+        for keyword, type_ in rule.scratch
+    ]
+    outs = (*rule.outs, *(keyword for keyword, _ in rule.scratch))
+    rule = replace(rule, outs=outs, scratch=())
+    return Line(node.op, node.inputs, node.attrs, [*node.outputs, *scratch], rule)
 
 
 def _with_plan(line: Line, plans: dict[tuple[Any, ...], Value]) -> list[Line]:

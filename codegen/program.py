@@ -23,6 +23,7 @@ from octavo.codegen.lower import Line, is_state
 from octavo.codegen.memory import MemoryPlan
 from octavo.codegen.render import KernelSet, environment
 from octavo.codegen.schedule import Body, Call, Part, Schedule
+from octavo.codegen.triton_rules import sampler
 from octavo.ir.graph import Graph, Kind, Value
 from octavo.ir.ops.aten import _overload
 
@@ -81,7 +82,7 @@ class ProgramWriter:
         self.plan = plan
         self.kernels = kernels
         self.views: list[str] = []
-        self.buffer_names = Names(("T", "S", "R"))
+        self.buffer_names = Names(("T", "S", "R", "workspace", "block_size", "device"))
         self.planned: dict[Value, str] = {}  # values that are attributes of Buffers
         self._name_buffers()
 
@@ -89,12 +90,16 @@ class ProgramWriter:
         """The rendered program."""
         bodies = [self._body(body) for body in self.schedule.bodies]
         main = self._main()
+        is_cuda = self.kernels.target.kind == "cuda"
+        vocab_size = next(v for v in self.schedule.outputs if not is_state(v)).shape[-1]
+        sampler_name = self.kernels.module(sampler(vocab_size)) if is_cuda else None
         return (
             environment()
             .get_template("program.py.j2")
             .render(
                 graph_name=self.graph.name,
-                target=self.kernels.target.name,
+                target=self.kernels.target.kind,
+                sampler=sampler_name,
                 description=self._description(),
                 modules=sorted(self.kernels.rendered),
                 buffers=self._buffers(),
@@ -299,6 +304,7 @@ class ProgramWriter:
         for index, out in enumerate(line.rule.outs):
             if out is not None:
                 arguments.append(f"{out}={self._out(line, index, scope, names)}")
+        arguments.extend(f"{keyword}=b.{keyword}" for keyword in kernel.keywords)
         return f"{module}.run({', '.join(arguments)})"
 
     def _out(self, line: Line, index: int, scope: Scope, names: Names) -> str:
@@ -306,8 +312,9 @@ class ProgramWriter:
         value = line.outputs[index]
         if value not in self.planned:
             scope.names[value] = names.new(value.name)
-            made = f"torch.empty({shape_text(value.tensor)}, dtype={dtype_text(value.dtype)})"
-            scope.lines.append(f"{scope.names[value]} = {made}")
+            device = ", device=b.device" if self.kernels.target.kind == "cuda" else ""
+            made = f"{shape_text(value.tensor)}, dtype={dtype_text(value.dtype)}{device}"
+            scope.lines.append(f"{scope.names[value]} = torch.empty({made})")
         return self._operand(value, scope)
 
     def _operands(
@@ -379,7 +386,10 @@ def wrapped(statement: str) -> list[str]:
 
 
 _LINE_WIDTH = 88
-_PROGRAM_ATTRIBUTES = ("capacity", "memory", "buffers", "block_size", "keys", "values")
+_PROGRAM_ATTRIBUTES = (
+    *("capacity", "memory", "buffers", "block_size", "keys", "values"),
+    *("device", "workspace", "sampler"),
+)
 
 
 def _annotation(value: Value) -> str:

@@ -11,7 +11,7 @@ import jinja2
 
 from octavo.codegen.kernels import Kernel
 from octavo.codegen.target import Target
-from octavo.ir.types import DTYPES
+from octavo.ir.types import DTYPES, TensorType
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class KernelSet:
 
     def module(self, kernel: Kernel) -> str:
         """The module name of a kernel; equal texts share a module."""
-        template = f"{self.target.templates}/{kernel.op}.py.j2"
+        file = kernel.template or kernel.op
+        template = f"{self.target.templates}/{file}.py.j2"
         constants = dict(kernel.constants)
         text = render_kernel(template, kernel.op, constants)
         for rendered in self.rendered.values():
             if rendered.text == text:
                 return rendered.name
-        stem = "_".join([kernel.op, *(re.sub(r"\W", "_", str(part)) for part in kernel.label)])
+        stem = "_".join([file, *(re.sub(r"\W", "_", str(part)) for part in kernel.label)])
         taken = sum(bool(re.fullmatch(rf"{stem}(_v\d+)?", name)) for name in self.rendered)
         name = f"{stem}_v{taken + 1}" if taken else stem
         self.rendered[name] = RenderedKernel(name, kernel.op, template, constants, text)
@@ -71,4 +72,18 @@ def render_kernel(template: str, op: str, constants: dict[str, Any]) -> str:
     """The text of a kernel, opened by its op, template and constants."""
     shown = " ".join(f"{name}={value}" for name, value in constants.items())
     header = f"# op: {op}\n# template: {template}\n# constants: {shown}\n"
-    return header + environment().get_template(template).render(constants)
+    text = header + environment().get_template(template).render(constants)
+    if not template.startswith("triton/"):
+        return text
+    # For whoever holds the module: what it is (inspect, the tuner).
+    lines = [f"    {name!r}: {_literal(value)},\n" for name, value in constants.items()]
+    return f"{text.rstrip()}\n\nOP = {op!r}\nCONSTANTS = {{\n{''.join(lines)}}}\n"
+
+
+def _literal(value: Any) -> str:
+    """A constant as Python; types of operands by their text."""
+    if isinstance(value, TensorType):
+        return repr(str(value))
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_literal(item)}, ' for item in value)})"
+    return repr(value)

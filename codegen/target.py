@@ -5,16 +5,34 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+
+from octavo.codegen.cpu_rules import CPU_RULES
+from octavo.codegen.kernels import KernelRules
+from octavo.codegen.triton_rules import TRITON_RULES
 from octavo.ir.errors import OctavoError
+
+# Compute capabilities with kernels; one in between runs the binaries of the one below or its own.
+CUDA_ARCHS = (80, 86, 89, 90, 100, 120)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target by name, and the folder of ``templates/`` its kernels are rendered from."""
+    """A target by name, and the folder of ``templates/`` its kernels are rendered from.
+
+    ``kind`` is cpu or cuda; ``arch`` the compute capability times ten, None on a CPU.
+    """
 
     name: str
+    kind: str
     templates: str
     dtypes: tuple[str, ...]
+    arch: int | None = None
+
+    @property
+    def rules(self) -> KernelRules:
+        """Which op has which kernel."""
+        return TRITON_RULES if self.kind == "cuda" else CPU_RULES
 
     def check_dtype(self, dtype: str) -> None:
         """Raise OctavoError unless there are kernels for models of this dtype."""
@@ -25,19 +43,43 @@ class Target:
             )
 
 
-TARGETS = {"cpu": Target("cpu", "cpu", ("f32", "bf16"))}
-_FORESEEN = re.compile(r"cuda(:sm_\d+)?|hip(:gfx\w+)?")
+CPU = Target("cpu", "cpu", "cpu", ("f32", "bf16"))
+TARGET_NAMES = ("auto", "cpu", "cuda", *(f"cuda:sm_{arch}" for arch in CUDA_ARCHS))
+
+
+def cuda_target(arch: int) -> Target:
+    """The target for a compute capability: 90 for ``cuda:sm_90``."""
+    return Target(f"cuda:sm_{arch}", "cuda", "triton", ("bf16", "f16", "f32"), arch)
 
 
 def resolve_target(name: str) -> Target:
     """A target from what the user wrote; ``auto`` is what this machine can run.
 
-    Raises OctavoError for a target without kernels and for an unknown name.
+    ``cuda`` is this machine's GPU. Raises OctavoError for a target without kernels and for an
+    unknown name.
     """
     if name == "auto":
-        return TARGETS["cpu"]
-    if name in TARGETS:
-        return TARGETS[name]
-    if _FORESEEN.fullmatch(name):
-        raise OctavoError(f"kernels for {name} are not there yet; use --target cpu")
-    raise OctavoError(f"unknown target {name!r}; choose from auto, {', '.join(TARGETS)}")
+        return _this_gpu() or CPU
+    if name == "cpu":
+        return CPU
+    if name == "cuda":
+        found = _this_gpu()
+        if found is None:
+            raise OctavoError(
+                "--target cuda means this machine's GPU, and there is none of sm_80 or later; name "
+                f"what to compile for: {', '.join(TARGET_NAMES[3:])}"
+            )
+        return found
+    match = re.fullmatch(r"cuda:sm_(\d+)a?", name)
+    if match and int(match[1]) in CUDA_ARCHS:
+        return cuda_target(int(match[1]))
+    if match or name.startswith("hip"):
+        raise OctavoError(f"there are no kernels for {name}; choose from {', '.join(TARGET_NAMES)}")
+    raise OctavoError(f"unknown target {name!r}; choose from {', '.join(TARGET_NAMES)}")
+
+
+def _this_gpu() -> Target | None:
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return cuda_target(10 * major + minor) if major >= 8 else None
