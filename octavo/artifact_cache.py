@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from octavo.codegen.target import resolve_target
 from octavo.compile import compile_model
 from octavo.frontend.hub import fetch_snapshot, is_model_id
 
@@ -49,7 +50,7 @@ def _key(path: Path, dtype: str) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     read = {
         "model": [str(path.resolve()), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]],
-        "options": {"dtype": dtype, "target": "auto"},
+        "options": {"dtype": dtype, "target": resolve_target("auto").name},
         "versions": versions,
         "compiler": _compiler_hash(),
     }

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from octavo.codegen.target import resolve_target
 from octavo.ir.errors import OctavoError
 
 
-@pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_cpu(name: str) -> None:
-    assert resolve_target(name).name == "cpu"
+def test_cpu() -> None:
+    assert resolve_target("cpu").kind == "cpu"
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:sm_80", "cuda:sm_90", "hip:gfx942"])
-def test_foreseen_targets_are_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        OctavoError, match=f"kernels for {name} are not there yet; use --target cpu"
-    ):
+@pytest.mark.parametrize(
+    ("name", "arch"), [("cuda:sm_80", 80), ("cuda:sm_90", 90), ("cuda:sm_90a", 90)]
+)
+def test_cuda_needs_no_gpu_when_it_is_named(name: str, arch: int) -> None:
+    target = resolve_target(name)
+    assert (target.name, target.kind, target.arch) == (f"cuda:sm_{arch}", "cuda", arch)
+
+
+@pytest.mark.parametrize("name", ["cuda:sm_75", "hip:gfx942"])
+def test_targets_without_kernels_are_refused_by_name(name: str) -> None:
+    with pytest.raises(OctavoError, match=f"no kernels for {name}; choose from auto, cpu, cuda"):
         resolve_target(name)
+
+
+def test_this_machines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert resolve_target("cuda").name == resolve_target("auto").name == "cuda:sm_90"
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5)])
+def test_no_gpu_that_has_kernels(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert resolve_target("auto").name == "cpu"
+    with pytest.raises(OctavoError, match="this machine's GPU, and there is none of sm_80"):
+        resolve_target("cuda")
 
 
 def test_unknown_target() -> None:
