@@ -1,4 +1,309 @@
-"""What a rendered kernel module is written against: kernels, their launches, choices, scratch memory.
+"""What a rendered kernel module is written against: kernels, launches, choices, scratch memory.
 
 See docs/cuda.md. Artifacts import this module by its name, so its names are part of the format.
 """
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.runtime.errors import ArtifactError
+from octavo.runtime.kernel_signature import Parameter, parse_signature
+
+NEEDS_TRITON = (
+    "this artifact's kernels need Triton 3.6 or newer; install it with `pip install 'triton>=3.6'`"
+)
+
+try:
+    import triton
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError as error:
+    raise ArtifactError(f"{NEEDS_TRITON} ({error})") from None
+
+DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}
+# Options of the Triton compiler that a launch may give; all other keywords are constexprs.
+OPTIONS = (*DEFAULT_OPTIONS, "maxnreg")
+PDL_ARCH = 90  # programmatic dependent launch begins with sm_90
+ALIGNMENT = 16
+
+Constant = Any  # an int, a float, a bool, a str, None or a Triton dtype
+# Loads a kernel for a device: given the kernel, the device's index and the launch.
+Loader = Callable[["Kernel", int, "Launch"], Callable[[tuple[int, ...], list[Any]], None]]
+
+
+@triton.jit
+def pdl_trigger():  # type: ignore[no-untyped-def]
+    """Let the next kernel start while this one runs. Call it under ``if PDL:`` only."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait():  # type: ignore[no-untyped-def]
+    """Wait until all that earlier kernels wrote can be read. Call it under ``if PDL:`` only."""
+    gdc_wait()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call moves and computes: bytes of global memory, and floating-point operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory that all kernels of a program share.
+
+    ``scratch: f32[2**24]`` holds anything while a kernel runs; ``counters: i32[2**16]`` are zero
+    between kernels.
+    """
+
+    scratch: Tensor
+    counters: Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device | str) -> Workspace:
+        """Fresh memory on a device: the counters are zero."""
+        return cls(
+            torch.empty(2**24, dtype=torch.float32, device=device),
+            torch.zeros(2**16, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def num_bytes() -> int:
+        """Bytes of one workspace."""
+        return 4 * 2**24 + 4 * 2**16
+
+
+@dataclass
+class Bucket:
+    """Ways to run an op for up to ``max_rows`` rows (None: any number), and the chosen one."""
+
+    max_rows: int | None
+    candidates: tuple[dict[str, Any], ...]
+    chosen: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """How a plan names this bucket: ``64``, or ``*`` for the last one."""
+        return "*" if self.max_rows is None else str(self.max_rows)
+
+
+class Choices:
+    """How an op is run, by its number of rows.
+
+    Given ``(max_rows, candidates)`` in ascending order, the last with None for ``max_rows``. The
+    first candidate is taken until a plan chooses another.
+    """
+
+    def __init__(self, *buckets: tuple[int | None, Sequence[Mapping[str, Any]]]) -> None:
+        self.buckets = tuple(
+            Bucket(max_rows, tuple(dict(c) for c in candidates), dict(candidates[0]))
+            for max_rows, candidates in buckets
+        )
+        self._bounds = [b.max_rows for b in self.buckets[:-1] if b.max_rows is not None]
+        is_sound = self._bounds == sorted(set(self._bounds))
+        if len(self._bounds) != len(buckets) - 1 or not is_sound or buckets[-1][0] is not None:
+            raise ValueError("the buckets' max_rows must ascend, with None for the last one only")
+
+    def bucket(self, rows: int) -> Bucket:
+        """The bucket that a number of rows falls into."""
+        return self.buckets[bisect_left(self._bounds, rows)]
+
+    def for_rows(self, rows: int) -> dict[str, Any]:
+        """The chosen way to run this many rows."""
+        return self.buckets[bisect_left(self._bounds, rows)].chosen
+
+    def choose(self, bucket_name: str, choice: Mapping[str, Any]) -> None:
+        """Use one of a bucket's candidates from now on. Raises ValueError if it is none of them."""
+        for bucket in self.buckets:
+            if bucket.name == bucket_name:
+                if dict(choice) not in bucket.candidates:
+                    raise ValueError(f"{dict(choice)} is no candidate for {bucket_name} rows")
+                bucket.chosen = dict(choice)
+                return
+        names = ", ".join(bucket.name for bucket in self.buckets)
+        raise ValueError(f"there is no row bucket {bucket_name!r}; there are {names}")
+
+    def reset(self) -> None:
+        """Go back to the first candidate everywhere."""
+        for bucket in self.buckets:
+            bucket.chosen = dict(bucket.candidates[0])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, as it was asked for: everything that its binary depends on but the architecture.
+
+    ``constants`` are the constexprs without ``PDL``: that is ``pdl``, if the architecture has it.
+    """
+
+    kernel: Kernel
+    constants: dict[str, Constant]
+    options: dict[str, int]
+    grid: tuple[int, ...]
+    pdl: bool
+
+    def constants_for(self, arch: int) -> dict[str, Constant]:
+        """All constexprs on an architecture, 90 for sm_90."""
+        if not self.kernel.has_pdl:
+            return self.constants
+        return {**self.constants, "PDL": self.pdl and arch >= PDL_ARCH}
+
+
+_RECORD: ContextVar[list[Launch] | None] = ContextVar("_RECORD", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect the launches on meta tensors that are made inside the ``with``."""
+    launches: list[Launch] = []
+    token = _RECORD.set(launches)
+    try:
+        yield launches
+    finally:
+        _RECORD.reset(token)
+
+
+class Kernel:
+    """A ``@triton.jit`` function with the types of its parameters: ``launch`` runs it.
+
+    ``signature`` types the parameters that are not ``tl.constexpr``, in order, as
+    ``x_ptr: *bf16, num_rows: i32``; see docs/cuda.md. Raises ValueError for a signature that does
+    not fit the function.
+    """
+
+    def __init__(self, fn: Any, signature: str) -> None:
+        self.fn = fn
+        self.name: str = fn.__name__
+        self.signature = signature
+        self.module: str = fn.fn.__module__
+        self.parameters: tuple[Parameter, ...] = parse_signature(signature)
+        self.constexprs = tuple(name for name in fn.arg_names if _is_constexpr(fn.fn, name))
+        self.has_pdl = "PDL" in self.constexprs
+        self.is_interpreted = not isinstance(fn, triton.JITFunction)
+        self.loader: Loader | None = None
+        typed = [name for name in fn.arg_names if name not in self.constexprs]
+        given = [parameter.name for parameter in self.parameters]
+        if typed != given:
+            raise ValueError(f"{self.name}: its parameters are {typed}, the signature has {given}")
+        self._pointers = [i for i, p in enumerate(self.parameters) if p.is_pointer]
+        self._aligned = [i for i, p in enumerate(self.parameters) if p.alignment >= ALIGNMENT]
+        if not self._pointers:
+            raise ValueError(f"{self.name}: a kernel needs a pointer: it says where it runs")
+        self._first = self._pointers[0]
+        self._loaded: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self, grid: tuple[int, ...], *args: Any, pdl: bool = True, **constants: Constant
+    ) -> None:
+        """Run the kernel on the current stream; ``grid`` counts programs in up to 3 dims.
+
+        ``args`` are the typed parameters in order, ``constants`` every constexpr but ``PDL``, and
+        the options ``num_warps``, ``num_stages`` and ``maxnreg``. On CPU tensors this needs
+        Triton's interpreter, on meta tensors nothing runs. Raises ValueError for arguments that do
+        not fit.
+        """
+        device_index = args[self._first].get_device()
+        if device_index < 0 or self.is_interpreted:
+            self._launch_elsewhere(grid, args, pdl, constants)
+            return
+        # Equal constants of other types, 1 and True, share an entry: a call site has one type.
+        key = (device_index, pdl, *constants, *constants.values())
+        run = self._loaded.get(key)
+        if run is None:
+            run = self._load(device_index, Launch(*self._checked(grid, args, constants), pdl))
+            self._loaded[key] = run
+        values = list(args)
+        for index in self._pointers:
+            values[index] = values[index].data_ptr()
+        bits = 0
+        for index in self._aligned:
+            bits |= values[index]
+        if bits % ALIGNMENT:
+            self._refuse_unaligned(values)
+        run(grid, values)
+
+    def forget(self) -> None:
+        """Drop all loaded binaries: the next launch asks the loader again."""
+        self._loaded.clear()
+
+    def source(self) -> str:
+        """The text of the module that the kernel is in."""
+        module = sys.modules[self.module]
+        loader = getattr(module, "__loader__", None)
+        text: str | None = loader.get_source(self.module) if loader is not None else None
+        assert text is not None, f"{self.module} has no source"
+        return text
+
+    def _load(self, device_index: int, launch: Launch) -> Any:
+        if self.loader is None:
+            from octavo.runtime.binaries import load_unbound  # imports this module
+
+            return load_unbound(self, device_index, launch)
+        return self.loader(self, device_index, launch)
+
+    def _launch_elsewhere(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], pdl: bool, constants: dict[str, Any]
+    ) -> None:
+        """Record on the meta device, interpret on the CPU."""
+        launch = Launch(*self._checked(grid, args, constants), pdl)
+        if args[self._first].is_meta:
+            record = _RECORD.get()
+            if record is not None:
+                record.append(launch)
+            return
+        if not self.is_interpreted:
+            raise ValueError(
+                f"{self.name}: tensors are on the CPU; use a GPU, or set TRITON_INTERPRET=1 before "
+                "triton is imported"
+            )
+        if not math.prod(grid):
+            return
+        named = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
+        self.fn[grid](**named, **launch.constants_for(0))
+
+    def _checked(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Kernel, dict[str, Constant], dict[str, int], tuple[int, ...]]:
+        """Kernel, constants, options and grid of a launch whose arguments fit the signature."""
+        options = DEFAULT_OPTIONS | {k: v for k, v in keywords.items() if k in OPTIONS}
+        constants = {k: v for k, v in keywords.items() if k not in OPTIONS}
+        wanted = set(self.constexprs) - {"PDL"}
+        if set(constants) != wanted:
+            raise ValueError(
+                f"{self.name}: constexprs are {sorted(wanted)}, given are {sorted(constants)}"
+            )
+        if len(args) != len(self.parameters):
+            raise ValueError(f"{self.name}: {len(args)} arguments, not {len(self.parameters)}")
+        for parameter, value in zip(self.parameters, args, strict=True):
+            parameter.check(self.name, value)
+        if not 1 <= len(grid) <= 3:
+            raise ValueError(f"{self.name}: a grid has 1 to 3 dims, not {len(grid)}")
+        ordered = {name: constants[name] for name in self.constexprs if name != "PDL"}
+        return self, ordered, options, grid
+
+    def _refuse_unaligned(self, values: list[Any]) -> None:
+        for index in self._aligned:
+            if values[index] % ALIGNMENT:
+                name = self.parameters[index].name
+                raise ValueError(
+                    f"{self.name}: {name} = {values[index]:#x} is not a multiple of {ALIGNMENT}, "
+                    "as the signature says"
+                )
+
+
+def _is_constexpr(function: Any, name: str) -> bool:
+    annotation = function.__annotations__.get(name)
+    return str(getattr(annotation, "__name__", annotation)).endswith("constexpr")

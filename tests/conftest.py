@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
+# Kernels are tested without a GPU; Triton reads this when it is first imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 from filelock import FileLock
+
+if importlib.util.find_spec("triton") is not None:
+    from tests import triton_interpreter
+
+    triton_interpreter.install()
 
 ROOT = Path(__file__).resolve().parent.parent
 GGUF = ROOT / ".cache" / "demo.gguf"

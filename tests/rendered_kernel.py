@@ -1,0 +1,46 @@
+"""Kernel templates as modules: rendered, written to a file of their own and imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from octavo.codegen.render import render_kernel
+
+_NUMBERS = itertools.count()
+
+
+def rendered(op: str, constants: dict[str, Any], template: str | None = None) -> ModuleType:
+    """The module of ``templates/triton/<op>.py.j2``, or of another template's name."""
+    path = f"triton/{template or op}.py.j2"
+    return imported(op, render_kernel(path, op, constants))
+
+
+def imported(name: str, source: str) -> ModuleType:
+    """A module of this source. Triton reads a kernel's text from its file, so there is one."""
+    unique = f"{name}_{next(_NUMBERS)}"
+    path = Path(_folder()) / f"{unique}.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def _folder() -> str:
+    """Removed when the process ends."""
+    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="rendered_"))
+    return _FOLDERS[0].name
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
