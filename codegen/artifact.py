@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +136,10 @@ class ArtifactWriter:
             )
         self.write_text("ir/index.json", json.dumps({"stages": index}, indent=2) + "\n")
 
+    def draft(self, **fields: Any) -> Manifest:
+        """A manifest of the code alone, by which the program can be imported before the end."""
+        return Manifest(files=list_files(self.directory, is_wanted=_is_code), **fields)
+
     def finish(self, **fields: Any) -> Manifest:
         """Hash every file and write ``manifest.json``, the last; keywords are the manifest's fields
         besides ``files``. The artifact can be opened in ``directory`` from here on.
@@ -233,14 +237,21 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def list_files(directory: Path) -> dict[str, FileEntry]:
+def list_files(
+    directory: Path, is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, FileEntry]:
     """Size, hash and role of every file under a directory, by its path from there."""
     found = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name != "manifest.json" and "__pycache__" not in path.parts:
+        is_listed = path.is_file() and name != "manifest.json" and "__pycache__" not in path.parts
+        if is_listed and is_wanted(name):
             found[name] = FileEntry(path.stat().st_size, _sha256(path), _role(name))
     return found
+
+
+def _is_code(name: str) -> bool:
+    return _role(name) in ("program", "kernel")
 
 
 def _role(name: str) -> str:

@@ -50,12 +50,14 @@ def generate(
     directory: Path,
     weights: WeightSource,
     *,
+    without_checkpoint: bool = False,
     progress: Progress | None = None,
 ) -> Generated:
     """Write ``program.py``, ``kernels/src``, ``plans/memory.json`` and ``weights`` to a directory.
 
     Raises OctavoError for a graph that has no paged cache, an op without a kernel, and a weight
-    that is not finite. ``progress`` is told how many weights are written.
+    that is not finite. ``without_checkpoint`` leaves the checkpoint's weights out, see
+    ``write_weights``; ``progress`` is told how many weights are written.
     """
     check_inputs(graph)
     kernels = KernelSet(target)
@@ -67,7 +69,13 @@ def generate(
     for kernel in kernels.rendered.values():
         _write(directory / kernel.path, kernel.text)
     _write(directory / "plans" / "memory.json", memory_json(memory))
-    weight_bytes = write_weights(graph, weights, directory / "weights", progress=progress)
+    weight_bytes = write_weights(
+        graph,
+        weights,
+        directory / "weights",
+        progress=progress,
+        without_checkpoint=without_checkpoint,
+    )
     fallback = Counter(node.op for node in graph.nodes if is_fallback(node))
     rendered = tuple(kernels.rendered.values())
     return Generated(

@@ -78,6 +78,28 @@ def resolve_target(name: str) -> Target:
     raise OctavoError(f"unknown target {name!r}; choose from {', '.join(TARGET_NAMES)}")
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The target that is compiled for, and all architectures that binaries are made for."""
+
+    main: Target
+    archs: tuple[int, ...]
+
+
+def resolve_targets(names: str) -> Targets:
+    """Several targets with commas: ``cuda:sm_90,sm_80`` is cuda:sm_90 with binaries for sm_80 too.
+
+    Raises OctavoError as ``resolve_target`` does, and for a mixture of kinds.
+    """
+    first, *more = (name.strip() for name in names.split(","))
+    main = resolve_target(first)
+    others = [resolve_target(name if ":" in name else f"cuda:{name}") for name in more]
+    if others and main.kind != "cuda":
+        raise OctavoError(f"{names!r}: only cuda targets can be combined")
+    archs = [target.arch for target in (main, *others) if target.arch is not None]
+    return Targets(main, tuple(dict.fromkeys(archs)))
+
+
 def _this_gpu() -> Target | None:
     if not torch.cuda.is_available():
         return None

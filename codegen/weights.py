@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph, Value
+from octavo.ir.types import Dim, TensorType
 from octavo.ir.weight_cache import WeightCache, WeightSource
 
 SHARD_BYTES = 256 * 1024 * 1024
@@ -30,10 +32,15 @@ class WeightWriter:
     folder: Path
     shard_bytes: int = SHARD_BYTES
     weight_map: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[str, tuple[Dim, ...]]] = field(default_factory=dict)
     num_bytes: int = 0
     _pending: dict[str, Tensor] = field(default_factory=dict)
     _pending_bytes: int = 0
     _num_shards: int = 0
+
+    def declare(self, name: str, tensor: TensorType) -> None:
+        """Say the shape of a tensor that is left out."""
+        self.shapes[name] = (str(tensor.torch_dtype).removeprefix("torch."), tensor.shape)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; writes a shard first when this one would make it too large."""
@@ -47,7 +54,9 @@ class WeightWriter:
     def finish(self) -> None:
         """Write the last shard and the index."""
         self._flush()
-        index = {"weight_map": dict(sorted(self.weight_map.items()))}
+        index: dict[str, Any] = {"weight_map": dict(sorted(self.weight_map.items()))}
+        if self.shapes:
+            index["shapes"] = dict(sorted(self.shapes.items()))
         path = self.folder / "index.json"
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -69,17 +78,23 @@ def write_weights(
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
+    without_checkpoint: bool = False,
 ) -> int:
     """Evaluate and write every weight that the step reads; returns the bytes written.
 
-    Peak memory is about one shard and one tensor. Raises OctavoError for a weight with a NaN or an
-    infinity, naming it.
+    Peak memory is about one shard and one tensor. ``without_checkpoint``: of weights that depend on
+    the checkpoint only the shapes are written, the others (position tables) are written as ever.
+    Raises OctavoError for a weight with a NaN or an infinity, naming it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cache = WeightCache(graph, source, limit_bytes=_CACHE_BYTES)
     writer = WeightWriter(folder, shard_bytes)
     used = graph.used_weights()
+    absent = _from_checkpoint(graph) if without_checkpoint else frozenset()
     for index, value in enumerate(used):
+        if value in absent:
+            writer.declare(value.name, value.tensor)
+            continue
         tensor = cache.get(value)
         check_finite(value, tensor)
         # A literal or a slice may share memory with another weight, and a shard may not.
@@ -88,6 +103,15 @@ def write_weights(
             progress(index + 1, len(used))
     writer.finish()
     return writer.num_bytes
+
+
+def _from_checkpoint(graph: Graph) -> frozenset[Value]:
+    """The weights that cannot be evaluated without the checkpoint."""
+    found: set[Value] = set()
+    for node in graph.weight_nodes:
+        if node.op == "checkpoint" or not found.isdisjoint(node.operands):
+            found.update(node.outputs)
+    return frozenset(found)
 
 
 def check_finite(value: Value, tensor: Tensor) -> None:

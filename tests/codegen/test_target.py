@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.codegen.target import resolve_target
+from octavo.codegen.target import resolve_target, resolve_targets
 from octavo.ir.errors import OctavoError
 
 
@@ -53,3 +53,11 @@ def test_dtypes() -> None:
     resolve_target("cpu").check_dtype("bf16")
     with pytest.raises(OctavoError, match="no kernels for f16; choose --dtype from f32, bf16"):
         resolve_target("cpu").check_dtype("f16")
+
+
+def test_several_targets() -> None:
+    targets = resolve_targets("cuda:sm_90,sm_80, cuda:sm_89,sm_90")
+    assert (targets.main.name, targets.archs) == ("cuda:sm_90", (90, 80, 89))
+    assert resolve_targets("cpu").archs == ()
+    with pytest.raises(OctavoError, match="only cuda targets can be combined"):
+        resolve_targets("cpu,cuda:sm_90")

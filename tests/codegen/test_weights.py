@@ -96,3 +96,29 @@ def test_progress_counts_weights(tmp_path: Path) -> None:
     )
     total = len(graph.used_weights())
     assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_without_a_checkpoint_its_weights_are_shapes_and_tables_are_real(tmp_path: Path) -> None:
+    graph = Graph("g")
+    shape = TensorType("bf16", (4, 3))
+    weight = graph.constant("checkpoint", key="w", type=shape, name="w")
+    folded = graph.constant("mul", weight, scalar=2.0, name="folded")
+    table = graph.constant("iota", n=5, name="table")
+    x = graph.add_input("x", TensorType("bf16", (SymDim("T"), 3)))
+    ids = graph.add_input("ids", TensorType("i64", (SymDim("T"),)))
+    y = graph.append("linear", x, folded).output
+    z = graph.append("embedding", ids, graph.constant("reshape", table, shape=(5, 1))).output
+    graph.outputs = [y, z]
+
+    class Nothing:
+        def load(self, key: str) -> Tensor:
+            raise AssertionError(f"{key} was read")
+
+        buffer = load
+
+    num_bytes = write_weights(graph, Nothing(), tmp_path, without_checkpoint=True)
+    index = json.loads((tmp_path / "index.json").read_text("utf-8"))
+    assert index["shapes"] == {"folded": ["bfloat16", [4, 3]]}
+    [written] = read(tmp_path).values()
+    assert torch.equal(written, torch.arange(5)[:, None])
+    assert num_bytes == 5 * 8
