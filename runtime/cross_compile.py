@@ -1,0 +1,137 @@
+"""Compiles many kernels in worker processes, for architectures that need not be here."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from octavo.runtime.compile_kernel import compile_kernel
+from octavo.runtime.errors import ArtifactError
+from octavo.runtime.kernel import Launch
+from octavo.runtime.kernel_binary import Binary, Specialisation, parse_info
+
+Progress = Callable[[int, int], None]  # done, of how many
+FEW = 2  # as many are compiled here: a worker takes seconds to start
+
+
+def specialisations(launches: Iterable[Launch], arch: int) -> list[Specialisation]:
+    """The distinct binaries that launches need on an architecture, by name."""
+    found: dict[str, Specialisation] = {}
+    for launch in launches:
+        wanted = Specialisation.of(launch, arch)
+        found.setdefault(wanted.stem, wanted)
+    return [found[stem] for stem in sorted(found)]
+
+
+def write_binaries(
+    launches: Iterable[Launch],
+    archs: Iterable[int],
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+) -> int:
+    """Compile what launches need into ``<folder>/sm_90/...`` for each architecture.
+
+    Returns the number of binaries. Equal input gives equal files with one Triton. Raises
+    ArtifactError, naming the kernel, its constants and the architecture.
+    """
+    launches = list(launches)
+    wanted = [each for arch in archs for each in specialisations(launches, arch)]
+    for each, binary in compile_all(wanted, progress=progress):
+        binary.write(folder / f"sm_{each.arch}", each.stem)
+    return len(wanted)
+
+
+def compile_all(
+    wanted: list[Specialisation], *, progress: Progress | None = None
+) -> Iterator[tuple[Specialisation, Binary]]:
+    """Compile kernels in as many processes as there are processors, in the order they get done."""
+    if not wanted:
+        return
+    num_workers = min(len(wanted), os.cpu_count() or 1)
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_workers):
+            idle.put(stack.enter_context(Worker()))
+        pool = stack.enter_context(ThreadPoolExecutor(num_workers))
+        stack.callback(pool.shutdown, cancel_futures=True)
+
+        def run(each: Specialisation) -> tuple[Specialisation, Binary]:
+            worker = idle.get()
+            try:
+                return each, worker.compile(each)
+            finally:
+                idle.put(worker)
+
+        done = as_completed([pool.submit(run, each) for each in wanted])
+        for number, future in enumerate(done, 1):
+            yield future.result()
+            if progress is not None:
+                progress(number, len(wanted))
+
+
+def compile_here_or_there(
+    wanted: list[Specialisation],
+) -> Iterator[tuple[Specialisation, Binary]]:
+    """Compile a few kernels in this process and many in workers."""
+    if len(wanted) > FEW:
+        yield from compile_all(wanted)
+        return
+    for each in wanted:
+        yield each, compile_kernel(each)
+
+
+class Worker:
+    """A process that compiles one kernel after the other, see ``compile_kernel``."""
+
+    def __enter__(self) -> Worker:
+        environment = {
+            name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+        }
+        # Kernels are compiled side by side, and none needs threads or a GPU.
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.runtime.compile_kernel"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def compile(self, wanted: Specialisation) -> Binary:
+        """Compile a kernel. Raises ArtifactError, also when the process died."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        try:
+            requests.write(json.dumps(wanted.to_dict()) + "\n")
+            requests.flush()
+            line = answers.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise ArtifactError(
+                f"{wanted}: the process that compiled it ended with {self._process.wait()}; "
+                "was there enough memory?"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ArtifactError(answer["error"])
+        content = {suffix: base64.b64decode(text) for suffix, text in answer.items()}
+        info = parse_info(content[".json"], Path(wanted.stem + ".json"))
+        return Binary(info, content[".cubin"])
