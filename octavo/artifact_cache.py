@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +13,10 @@ from filelock import FileLock
 from octavo.codegen.target import resolve_target
 from octavo.compile import compile_model
 from octavo.frontend.hub import fetch_snapshot, is_model_id
+from octavo.runtime.cache_directory import cache_directory
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PARTS = ("codegen", "frontend", "ir", "octavo", "passes", "templates")
-
-
-def cache_directory() -> Path:
-    """``$OCTAVO_CACHE``, else ``octavo`` in ``$XDG_CACHE_HOME``, else ``~/.cache/octavo``."""
-    if own := os.environ.get("OCTAVO_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 def compiled(model: str | Path, *, dtype: str = "auto", revision: str | None = None) -> Path:

@@ -25,7 +25,7 @@ FEW = 2  # as many are compiled here: a worker takes seconds to start
 def specialisations(launches: Iterable[Launch], arch: int) -> list[Specialisation]:
     """The distinct binaries that launches need on an architecture, by name."""
     found: dict[str, Specialisation] = {}
-    for launch in launches:
+    for launch in {launch.identity: launch for launch in launches}.values():
         wanted = Specialisation.of(launch, arch)
         found.setdefault(wanted.stem, wanted)
     return [found[stem] for stem in sorted(found)]

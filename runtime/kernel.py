@@ -155,6 +155,12 @@ class Launch:
     grid: tuple[int, ...]
     pdl: bool
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for launches that need the same binaries."""
+        constants = tuple((type(value), value) for value in self.constants.values())
+        return (id(self.kernel), constants, tuple(self.options.items()), self.pdl)
+
     def constants_for(self, arch: int) -> dict[str, Constant]:
         """All constexprs on an architecture, 90 for sm_90."""
         if not self.kernel.has_pdl:

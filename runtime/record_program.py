@@ -1,0 +1,161 @@
+"""Which kernels a program needs: it is run on the meta device, over all sizes that matter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from octavo.ir.manifest import Manifest
+from octavo.ir.types import DTYPES
+from octavo.runtime.kernel import Launch, recording
+from octavo.runtime.program_loader import import_program
+
+MAX_DECODE = 512
+MAX_TOKENS = 16384
+_NUM_BLOCKS = 1024
+# Widths of the block table, in tokens: a kernel may split long contexts more.
+_CONTEXTS = (64, 1024, 8192, 131072)
+_MIXED_SEQS = (1, 2, 8, 64, 256)
+
+
+def record_program(directory: Path, manifest: Manifest, *, block_size: int = 16) -> list[Launch]:
+    """The distinct launches of an artifact's program and its sampler; weights are not read.
+
+    ``manifest`` need only list the code. Raises ArtifactError for a program that cannot be
+    imported, and what its kernels raise for arguments that do not fit.
+    """
+    return record_module(
+        import_program(directory, manifest), directory, manifest, block_size=block_size
+    )
+
+
+def record_module(
+    module: ModuleType, directory: Path, manifest: Manifest, *, block_size: int = 16
+) -> list[Launch]:
+    """As ``record_program``, of a program that is imported already."""
+    found: dict[Any, Launch] = {}
+    program = module.Program(
+        meta_weights(directory),
+        _meta_caches(manifest, block_size),
+        max_num_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_DECODE,
+    )
+    with recording() as launches:
+        for num_tokens, num_seqs, num_blocks in step_sizes(block_size):
+            program(*_inputs(num_tokens, num_seqs, num_blocks))
+            found.update((launch.identity, launch) for launch in launches)
+            launches.clear()
+        for num_rows in decode_sizes():
+            _record_sampler(module.Program, num_rows)
+        found.update((launch.identity, launch) for launch in launches)
+    return list(found.values())
+
+
+def kernel_modules(program: ModuleType) -> Iterator[ModuleType]:
+    """The modules below ``kernels/src`` that a program has imported, by name."""
+    prefix = f"{program.__name__.rpartition('.')[0]}.kernels.src."
+    for name in sorted(sys.modules):
+        if name.startswith(prefix):
+            yield sys.modules[name]
+
+
+def decode_sizes() -> list[int]:
+    """Numbers of sequences that a decode step may be padded to, and what lies between buckets."""
+    return [1, 2, 3, 4, *range(8, 257, 8), 384, MAX_DECODE]
+
+
+def step_sizes(block_size: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens, sequences and blocks of a block-table row of the steps that are recorded."""
+    widths = [-(-context // block_size) for context in _CONTEXTS]
+    for num_seqs in decode_sizes():
+        yield from ((num_seqs, num_seqs, width) for width in widths)
+    powers = [2**exponent for exponent in range(MAX_TOKENS.bit_length())]
+    for num_tokens in (*powers, *(power + 1 for power in powers[:-1])):
+        for num_seqs in _MIXED_SEQS:
+            if num_seqs < num_tokens:
+                yield from ((num_tokens, num_seqs, width) for width in widths[::2])
+
+
+def meta_weights(directory: Path) -> dict[str, Tensor]:
+    """The weights of an artifact by name, on the meta device: shapes and dtypes only."""
+    folder = directory / "weights"
+    index = json.loads((folder / "index.json").read_text("utf-8"))
+    weights = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, shape) in index.get("shapes", {}).items()
+    }
+    for shard in sorted(set(index["weight_map"].values())):
+        weights.update(_meta_shard(folder / shard))
+    return weights
+
+
+def _meta_shard(path: Path) -> Iterable[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt", device="cpu") as shard:
+        for name in shard.keys():  # no mapping
+            part = shard.get_slice(name)
+            dtype = _SAFETENSORS[part.get_dtype()]
+            yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+
+_SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _meta_caches(manifest: Manifest, block_size: int) -> list[tuple[Tensor, Tensor]]:
+    dtype = DTYPES.get(manifest.dtype, getattr(torch, manifest.dtype, None))
+
+    def cache(num_heads: int, head_dim: int) -> Tensor:
+        shape = (_NUM_BLOCKS, block_size, num_heads, head_dim)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return [
+        (cache(slot.num_kv_heads, slot.head_dim), cache(slot.num_kv_heads, slot.v_head_dim))
+        for slot in manifest.kv_slots
+    ]
+
+
+def _inputs(num_tokens: int, num_seqs: int, num_blocks: int) -> tuple[Tensor, ...]:
+    """A step's inputs, see docs/architecture.md; logits of one row for each sequence."""
+
+    def ids(num: int) -> Tensor:
+        return torch.empty(num, dtype=torch.int64, device="meta")
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    return (
+        ids(num_tokens),
+        ids(num_tokens),
+        ids(num_tokens),
+        ints(num_seqs, num_blocks),
+        ints(num_seqs + 1),
+        ints(num_seqs),
+        ids(num_seqs),
+    )
+
+
+def _record_sampler(program: Any, num_rows: int) -> None:
+    """The sampler is called by the executor; ``record`` launches it as that does."""
+    sampler = getattr(program, "sampler", None)
+    if sampler is not None:
+        sampler.record(num_rows, torch.device("meta"))
