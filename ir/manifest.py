@@ -10,6 +10,8 @@ from typing import Any
 
 FORMAT = 1
 READABLE_FORMATS = (1,)
+# Folders whose files do not enter the content id.
+OUTSIDE_ID = ("tests/", "plans/", "kernels/bin/")
 
 
 class ManifestError(ValueError):
@@ -66,7 +68,9 @@ class Manifest:
         """Content id, ``sha256:<hex>``: equal for equal behaviour, on any machine.
 
         Files below ``tests/`` stay outside: they hold what Hugging Face computed where the artifact
-        was made, and its last bits depend on the processor and the number of threads.
+        was made, and its last bits depend on the processor and the number of threads. So do those
+        below ``plans/``, which choose among ways that are all right, and below ``kernels/bin/``,
+        which are made from the sources: who goes by the id does not use these.
         """
         body = dataclasses.asdict(self)
         for outside in ("producer", "source", "revision"):
@@ -75,7 +79,7 @@ class Manifest:
         body["files"] = {
             path: entry.sha256
             for path, entry in sorted(self.files.items())
-            if not path.startswith("tests/")
+            if not path.startswith(OUTSIDE_ID)
         }
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

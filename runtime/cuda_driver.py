@@ -141,7 +141,7 @@ class Launcher:
         self._driver = driver
         self._name = f"{info.module}.{info.kernel}"
         self._device_index = device_index
-        self._function = c_void_p(driver.load(binary))
+        self._grid: tuple[int, ...] = ()
         self._stream_of = stream_of or torch._C._cuda_getCurrentRawStream
         self._allocate = allocate or self._empty
         self._scratch_bytes = info.global_scratch_bytes
@@ -163,7 +163,13 @@ class Launcher:
             attrs=ctypes.pointer(self._attribute) if uses_pdl else None,
             numAttrs=int(uses_pdl),
         )
-        self._config_address = c_void_p(ctypes.addressof(self._config))
+        self._launch = driver.launch_kernel_ex
+        self._arguments = (
+            c_void_p(ctypes.addressof(self._config)),
+            c_void_p(driver.load(binary)),
+            self._parameters,
+            None,
+        )
         self._lock = threading.Lock()
 
     def __call__(self, grid: tuple[int, ...], values: list[Any]) -> None:
@@ -175,20 +181,16 @@ class Launcher:
         # Two engines of one artifact share its kernels, and with them this buffer.
         with self._lock:
             self._pack_into(self._buffer, 0, *values, *scratch)
-            config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+            if grid != self._grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+                self._grid = grid
             config.hStream = self._stream_of(self._device_index)
-            result = self._launch()
+            result = self._launch(*self._arguments)
             if result == _INVALID_CONTEXT:  # a thread's first call: make the context current
                 make_context_current(self._device_index)
-                result = self._launch()
+                result = self._launch(*self._arguments)
         if result:
             self._driver.check(result, f"launching {self._name} with grid {grid}")
-
-    def _launch(self) -> int:
-        result: int = self._driver.launch_kernel_ex(
-            self._config_address, self._function, self._parameters, None
-        )
-        return result
 
     def _scratch_for(self, grid: tuple[int, ...]) -> tuple[int, ...]:
         """Global scratch for all programs of a grid, made once, and no profile scratch.

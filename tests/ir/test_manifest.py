@@ -46,7 +46,9 @@ def test_the_id_covers_what_the_runtime_decides_by(change: dict[str, Any]) -> No
     assert replace(MANIFEST, **change).artifact_id != MANIFEST.artifact_id
 
 
-@pytest.mark.parametrize("path", ["program.py", "kernels/src/new.py", "testsuite.py"])
+@pytest.mark.parametrize(
+    "path", ["program.py", "kernels/src/new.py", "kernels/binary.py", "plans.py", "testsuite.py"]
+)
 @pytest.mark.parametrize("role", ["program", "test"])
 def test_the_id_covers_every_file_that_may_be_run(path: str, role: str) -> None:
     """Whatever role a manifest claims for it."""
@@ -61,6 +63,11 @@ def test_the_id_leaves_out_where_it_was_made() -> None:
 def test_the_id_leaves_out_what_hugging_face_answered() -> None:
     golden = FileEntry(5, "dd", "test")
     assert with_file("tests/golden.json", golden).artifact_id == MANIFEST.artifact_id
+
+
+@pytest.mark.parametrize("path", ["plans/sm_90.json", "kernels/bin/sm_90/norm.add_norm.1.cubin"])
+def test_the_id_leaves_out_what_can_be_made_again(path: str) -> None:
+    assert with_file(path, FileEntry(5, "dd", "kernel")).artifact_id == MANIFEST.artifact_id
 
 
 def test_the_text_of_a_manifest_reads_back() -> None:
