@@ -10,13 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.runtime.block_manager import NULL_BLOCK
-from octavo.runtime.scheduler import StepPlan
+from octavo.runtime.block_tables import BlockTables
+from octavo.runtime.scheduler import ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of a step: T tokens of S sequences laid end to end, R of them with logits."""
+    """Inputs of a step: T tokens of S sequences laid end to end, R of them with logits.
+
+    ``source_rows`` None means that all ids are known. Else the id of token ``t`` is what row
+    ``source_rows[t]`` of the step before samples, where that is not negative.
+    """
 
     ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
@@ -25,6 +29,7 @@ class Batch:
     query_start: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     logit_rows: NDArray[np.int64]  # [R]
+    source_rows: NDArray[np.int64] | None = None  # [T]
 
     def to_tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """The seven inputs in the order of the program's parameters."""
@@ -40,36 +45,62 @@ class Batch:
         return tuple(torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
 
 
-def build_batch(plan: StepPlan, block_size: int) -> Batch:
-    """Lay the sequences of a plan end to end."""
-    sequences = plan.sequences
-    lengths = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-    starts = np.array([s.start for s in sequences], dtype=np.int64)
-    query_start = np.zeros(len(sequences) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    num_tokens = int(query_start[-1])
+class BatchBuilder:
+    """Lays the sequences of plans end to end. It keeps their block tables from step to step."""
 
-    owner = np.repeat(np.arange(len(sequences)), lengths)  # token -> its sequence
-    positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
-    block_table = _block_table(plan)
-    block_of = block_table[owner, positions // block_size].astype(np.int64)
-    is_sampled = np.array([s.is_sampled for s in sequences], dtype=bool)
-    return Batch(
-        ids=np.fromiter(
-            chain.from_iterable(s.token_ids for s in sequences), np.int64, count=num_tokens
-        ),
-        positions=positions,
-        slot_mapping=block_of * block_size + positions % block_size,
-        block_table=block_table,
-        query_start=query_start.astype(np.int32),
-        seq_lens=(starts + lengths).astype(np.int32),
-        logit_rows=query_start[1:][is_sampled] - 1,
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables = BlockTables()
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The arrays of a plan, made before the next plan is."""
+        sequences = plan.sequences
+        _, starts_, lengths_, _, sampled_, sources = zip(*sequences, strict=True)
+        starts = np.array(starts_, dtype=np.int64)
+        lengths = np.array(lengths_, dtype=np.int64)
+        num_seqs = len(sequences)
+        query_start = np.zeros(num_seqs + 1, dtype=np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        block_table = self._tables.gather(sequences)
+        if num_tokens == num_seqs:
+            owner, positions = np.arange(num_seqs), starts
+        else:
+            owner = np.repeat(np.arange(num_seqs), lengths)  # token -> its sequence
+            positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
+        block_of = block_table[owner, positions // self._block_size].astype(np.int64)
+        return Batch(
+            ids=_ids(sequences, num_tokens),
+            positions=positions,
+            slot_mapping=block_of * self._block_size + positions % self._block_size,
+            block_table=block_table,
+            query_start=query_start.astype(np.int32),
+            seq_lens=(starts + lengths).astype(np.int32),
+            logit_rows=query_start[1:][np.array(sampled_, dtype=bool)] - 1,
+            source_rows=_source_rows(sources, query_start),
+        )
+
+
+def _ids(sequences: tuple[ScheduledSequence, ...], num_tokens: int) -> NDArray[np.int64]:
+    """Ids of all tokens; 0 for one that is still being sampled."""
+    if num_tokens == len(sequences):
+        one_each = [
+            0 if source is not None else r.token_ids[start] for r, start, *_, source in sequences
+        ]
+        return np.array(one_each, dtype=np.int64)
+    pieces = (
+        (0,) if source is not None else request.token_ids[start : start + length]
+        for request, start, length, _, _, source in sequences
     )
+    return np.fromiter(chain.from_iterable(pieces), np.int64, count=num_tokens)
 
 
-def _block_table(plan: StepPlan) -> NDArray[np.int32]:
-    width = max(len(s.block_ids) for s in plan.sequences)
-    table = np.full((len(plan.sequences), width), NULL_BLOCK, dtype=np.int32)
-    for row, sequence in zip(table, plan.sequences, strict=True):
-        row[: len(sequence.block_ids)] = sequence.block_ids
-    return table
+def _source_rows(
+    sources: tuple[int | None, ...], query_start: NDArray[np.int64]
+) -> NDArray[np.int64] | None:
+    pending = [i for i, source in enumerate(sources) if source is not None]
+    if not pending:
+        return None
+    rows = np.full(int(query_start[-1]), -1, dtype=np.int64)
+    rows[query_start[pending]] = [sources[i] for i in pending]
+    return rows

@@ -1,19 +1,21 @@
-"""The step loop: plan, run, sample, commit, show."""
+"""The step loop: plan, launch, take the tokens, commit, show."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from octavo.runtime.batch import build_batch
+from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import EngineError
-from octavo.runtime.executor import Executor
+from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.request import Request
-from octavo.runtime.sampler import SampledToken, SampleRow, sample
+from octavo.runtime.sampler import SampledToken, SampleRow
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler, SchedulerConfig, StepPlan
 from octavo.runtime.tokenizer import Tokenizer
@@ -24,12 +26,26 @@ logger = logging.getLogger(__name__)
 _FIRST_OWN_STREAM = 2**32
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step that is running."""
+
+    plan: StepPlan
+    pending: PendingStep
+    started: float
+
+
 class Engine:
-    """Many requests, one program. Not thread-safe: LLM lets one thread at a time use it."""
+    """Many requests, one program. Not thread-safe: LLM lets one thread at a time use it.
+
+    With ``async_scheduling`` a step is launched before the tokens of the one before are read, so
+    that planning, detokenising and showing take no time of the device. A request that turns out to
+    have ended then has one row computed for nothing, which is dropped; no answer changes.
+    """
 
     def __init__(
         self,
-        executor: Executor,
+        executor: StepExecutor,
         blocks: BlockManager,
         config: SchedulerConfig,
         *,
@@ -37,6 +53,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         seed: int = 0,
+        async_scheduling: bool = False,
     ) -> None:
         self.executor = executor
         self.scheduler = Scheduler(config, blocks)
@@ -44,12 +61,16 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
+        self._batches = BatchBuilder(blocks.block_size)
+        self._max_in_flight = 2 if async_scheduling else 1
+        self._in_flight: deque[_Launched] = deque()
         self._num_requests = 0
         self._live: dict[str, OutputProcessor] = {}
         self._num_steps = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._last_finish = 0.0
 
     def add_request(
         self,
@@ -98,32 +119,18 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and give what there is to show of it.
+        """Take the tokens of the oldest step that runs, and give what there is to show of them.
 
-        A transaction: until the tokens are sampled nothing but reserved blocks has changed. When
-        the program fails, the requests of the step are ended, and EngineError is raised.
+        Before that, launch what may be in flight beside it. A step is a transaction: until its
+        tokens are there nothing has changed for its requests but reserved blocks. When the program
+        fails, the requests of the step are ended, and EngineError is raised.
         """
-        plan = self.scheduler.schedule()
-        if not plan.sequences:
-            return []
-        started = time.monotonic()
-        try:
-            sampled = self._run(plan)
-        except Exception as error:
-            for sequence in plan.sequences:
-                self._end(sequence.request_id, Finish("error", str(error)))
-            raise EngineError(
-                f"a step of {len(plan.sequences)} sequences and {plan.num_tokens} tokens failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        tokens = {i: token.token_id for i, token in sampled.items() if token.error is None}
-        self.scheduler.update(plan, tokens)
-        now = time.monotonic()
-        self._num_steps += 1
-        self._output_tokens += len(tokens)
-        self._seconds["prefill" if plan.has_prefill else "decode"] += now - started
-        outputs = [self._commit(request_id, token, now) for request_id, token in sampled.items()]
-        return [output for output in outputs if output is not None]
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self.scheduler.schedule()
+            if not plan.sequences:
+                break
+            self._launch(plan)
+        return self._finish_oldest() if self._in_flight else []
 
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
@@ -140,24 +147,61 @@ class Engine:
             decode_seconds=self._seconds["decode"],
         )
 
-    def _run(self, plan: StepPlan) -> dict[str, SampledToken]:
-        """A token for each sampled sequence of the plan."""
-        logits = self.executor.execute(build_batch(plan, self.scheduler.blocks.block_size))
-        request_ids = [s.request_id for s in plan.sequences if s.is_sampled]
-        if not request_ids:
-            return {}
-        tokens = sample(logits, [self._row(request_id) for request_id in request_ids])
-        return dict(zip(request_ids, tokens, strict=True))
+    def _launch(self, plan: StepPlan) -> None:
+        started = time.monotonic()
+        try:
+            rows = [self._row(s.request) for s in plan.sequences if s.is_sampled]
+            pending = self.executor.launch(self._batches.build(plan), rows)
+        except Exception as error:
+            raise self._failed(plan, error) from error
+        self._in_flight.append(_Launched(plan, pending, started))
+        self.scheduler.begin(plan)
 
-    def _row(self, request_id: str) -> SampleRow:
-        processor = self._live[request_id]
-        request = processor.request
+    def _finish_oldest(self) -> list[RequestOutput]:
+        launched = self._in_flight[0]
+        plan = launched.plan
+        try:
+            sampled = launched.pending.result()
+        except Exception as error:
+            self._in_flight.popleft()
+            raise self._failed(plan, error) from error
+        tokens = [None if token.error else token.token_id for token in sampled]
+        taken = self.scheduler.update(plan, tokens)
+        # Not before: after an interrupt the step's tokens must be there to be read again.
+        self._in_flight.popleft()
+        now = time.monotonic()
+        self._count(launched, now)
+        outputs = []
+        requests = [sequence.request for sequence in plan.sequences if sequence.is_sampled]
+        for request, token, is_taken in zip(requests, sampled, taken, strict=True):
+            if is_taken:
+                self._output_tokens += token.error is None
+                outputs.append(self._commit(request.request_id, token, now))
+        return [output for output in outputs if output is not None]
+
+    def _failed(self, plan: StepPlan, error: Exception) -> EngineError:
+        """End the requests of a step that failed."""
+        for request in {s.request.request_id for s in plan.sequences} & self._live.keys():
+            self._end(request, Finish("error", str(error)))
+        return EngineError(
+            f"a step of {len(plan.sequences)} sequences and {plan.num_tokens} tokens failed: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _count(self, launched: _Launched, now: float) -> None:
+        self._num_steps += 1
+        # Steps overlap: each counts from the end of the one before, so that they add up.
+        seconds = now - max(launched.started, self._last_finish)
+        self._seconds["prefill" if launched.plan.has_prefill else "decode"] += seconds
+        self._last_finish = now
+
+    def _row(self, request: Request) -> SampleRow:
         return SampleRow(
             params=request.params,
             seed=request.seed,
             stream=request.stream,
-            position=request.num_tokens,
-            banned_token_ids=processor.banned_token_ids,
+            position=request.num_tokens + request.num_pending,
+            banned_token_ids=self._live[request.request_id].banned_token_ids,
         )
 
     def _commit(self, request_id: str, token: SampledToken, now: float) -> RequestOutput | None:

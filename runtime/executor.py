@@ -1,18 +1,48 @@
-"""Binds a program to its weights and caches, and runs steps."""
+"""Runs steps: binds a program to its weights and caches, and gives the tokens it samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.runtime.artifact import ProgramClass
 from octavo.runtime.batch import Batch
+from octavo.runtime.sampler import SampledToken, SampleRow, sample
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> list[SampledToken]:
+        """The tokens of its rows, waited for; the same list when asked again."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """What the engine asks of a device."""
+
+    def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:
+        """Start a step and the sampling of its R rows. Steps run in the order of their launches."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that ran when it was launched."""
+
+    tokens: list[SampledToken]
+
+    def result(self) -> list[SampledToken]:
+        return self.tokens
 
 
 class Executor:
-    """One device's copy of the program. It keeps no state but the KV cache."""
+    """Runs a step at once, and its sampling with PyTorch. The executor of the CPU."""
 
     def __init__(
         self,
@@ -25,6 +55,7 @@ class Executor:
         device: torch.device,
     ) -> None:
         self.device = device
+        self._sampled = np.empty(0, dtype=np.int64)  # of the last step, for `source_rows`
         with torch.inference_mode():
             self._step = program(
                 weights, kv_caches, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs
@@ -34,3 +65,20 @@ class Executor:
         """Run a step. Logits ``f32[R, vocab]``, valid until the next call."""
         with torch.inference_mode():
             return self._step(*batch.to_tensors(self.device))
+
+    def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:
+        """Run a step and sample its rows."""
+        logits = self.execute(with_known_ids(batch, self._sampled))
+        tokens = sample(logits, rows) if rows else []
+        self._sampled = np.array([token.token_id for token in tokens], dtype=np.int64)
+        return FinishedStep(tokens)
+
+
+def with_known_ids(batch: Batch, sampled: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
+    """The batch with the ids that its ``source_rows`` refer to."""
+    if batch.source_rows is None:
+        return batch
+    pending = np.flatnonzero(batch.source_rows >= 0)
+    ids = batch.ids.copy()
+    ids[pending] = sampled[batch.source_rows[pending]]
+    return replace(batch, ids=ids, source_rows=None)

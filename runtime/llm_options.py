@@ -48,13 +48,16 @@ class LLMOptions:
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     max_logprobs: int = 20
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False
+    load_format: str = "auto"
 
 
 def _dtype(name: str, value: Any) -> str | None:
@@ -89,6 +92,12 @@ def _generation_config(name: str, value: Any) -> str:
     return str(value)
 
 
+def _load_format(name: str, value: Any) -> str:
+    if value not in ("auto", "safetensors", "dummy"):
+        raise InvalidRequest(f"{name} must be 'auto', 'safetensors' or 'dummy', got {value!r}")
+    return str(value)
+
+
 _positive = partial(integer, low=1)
 
 # Works: how a value is checked and cleaned.
@@ -112,6 +121,9 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kv_cache_memory_bytes": _positive,
     "num_gpu_blocks_override": _positive,
     "max_logprobs": partial(integer, low=-1),
+    "async_scheduling": boolean,
+    "enforce_eager": boolean,
+    "load_format": _load_format,
 }
 
 # Means something that this version does not do: only the values under which it changes nothing.
@@ -142,7 +154,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 # Changes nothing here, and why.
 IGNORED: dict[str, str] = {
-    "enforce_eager": "no graphs are captured on this target",
     "enable_prefix_caching": "this version has no prefix cache; answers are the same without it",
     "enable_chunked_prefill": "prompts are always prefilled in chunks",
     "trust_remote_code": "an artifact holds the only code that is run",
@@ -151,7 +162,6 @@ IGNORED: dict[str, str] = {
     "disable_log_stats": "statistics are given by LLM.stats(), not logged",
     "tokenizer_mode": "tokenizer.json is always read by the tokenizers package",
     "tokenizer_revision": "the tokenizer is the artifact's own",
-    "load_format": "an artifact has one format",
     "download_dir": "an artifact is not downloaded",
     "hf_token": "an artifact is not downloaded",
     "config_format": "an artifact has one format",
@@ -162,11 +172,10 @@ IGNORED: dict[str, str] = {
     "compilation_config": "the artifact is compiled already",
     "attention_config": "the artifact is compiled already",
     "attention_backend": "the artifact is compiled already",
-    "max_seq_len_to_capture": "no graphs are captured on this target",
-    "cuda_graph_sizes": "no graphs are captured on this target",
+    "max_seq_len_to_capture": "the sizes of CUDA graphs follow from max_num_seqs",
+    "cuda_graph_sizes": "the sizes of CUDA graphs follow from max_num_seqs",
     "num_scheduler_steps": "one step is planned at a time",
     "max_num_partial_prefills": "any number of prompts may be part-way",
-    "async_scheduling": "planning a step takes well under a millisecond",
     "use_v2_block_manager": "there is one block manager",
     "device": "the artifact's target decides",
     "allowed_local_media_path": "prompts are text",

@@ -29,6 +29,7 @@ from octavo.runtime.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | None) -> Engine:
@@ -37,6 +38,7 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
     check_compiled_as(artifact, options)
     device = device_for(manifest.target)
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
+    max_num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
     available = options.kv_cache_memory_bytes
     if available is None:
         weight_bytes = sum(e.size for name, e in manifest.files.items() if is_weight(name))
@@ -56,7 +58,7 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
         artifact.load_program(),
         artifact.load_weights(device),
         allocate_kv_caches(manifest.kv_slots, plan, dtype, device),
-        max_num_tokens=options.max_num_batched_tokens,
+        max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
         device=device,
     )
@@ -65,13 +67,14 @@ def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | 
         BlockManager(plan.num_blocks, plan.block_size),
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_tokens,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
         ),
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(artifact, tokenizer),
         seed=options.seed,
+        async_scheduling=bool(options.async_scheduling),
     )
 
 

@@ -59,8 +59,9 @@ class OutputProcessor:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Tokens that would end the request too early."""
-        if self.request.num_output_tokens >= self.request.params.min_tokens:
+        """Tokens that would end the request too early, were they the next after the pending one."""
+        request = self.request
+        if request.num_output_tokens + request.num_pending >= request.params.min_tokens:
             return ()
         return tuple(sorted(self._eos_token_ids | self._stop_token_ids))
 

@@ -18,9 +18,26 @@ class RequestStatus(Enum):
 class Request:
     """Tokens, progress and limits of a request.
 
-    ``token_ids`` is the prompt and then the output. ``num_computed_tokens`` of them have their K
-    and V in the cache; the rest is to do, whether it is a prompt or the last sampled token.
+    ``token_ids`` is the prompt and then the output. The first ``num_computed_tokens`` have their K
+    and V in the cache, or will have when the steps that are launched have run; the rest is to do,
+    whether it is a prompt or the last sampled token. ``num_pending`` is 1 while a launched step
+    samples the next token, in row ``source_row`` of that step's tokens.
     """
+
+    __slots__ = (
+        "max_total_tokens",
+        "num_computed_tokens",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "seed",
+        "source_row",
+        "status",
+        "stream",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -40,6 +57,8 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_pending = 0
+        self.source_row = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         wanted = max_model_len if params.max_tokens is None else params.max_tokens

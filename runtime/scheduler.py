@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,17 +29,20 @@ class SchedulerConfig:
 
 
 class ScheduledSequence(NamedTuple):
-    """A request's part of a step: ``token_ids`` go in at positions ``start``, ``start + 1``, ...
+    """A request's part of a step: its tokens ``start`` to ``start + num_tokens``.
 
-    ``is_sampled`` says that the last of them is the last that is known, so that its logits give
-    the next token. A tuple rather than a dataclass: 256 are made a step.
+    ``block_ids`` is the request's own table, which grows with later plans. ``is_sampled`` says that
+    the last of the tokens is the last there is, so that its logits give the next. ``source_row``
+    is not None when that one token is still being sampled: it is the row of the step before.
+    A tuple rather than a dataclass: 256 are made a step.
     """
 
-    request_id: str
-    token_ids: list[int]
+    request: Request
     start: int
+    num_tokens: int
     block_ids: array[int]
     is_sampled: bool
+    source_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,16 @@ class StepPlan:
     """What one step runs. ``preempted`` lost their blocks to it and wait again."""
 
     sequences: tuple[ScheduledSequence, ...]
-    preempted: tuple[str, ...] = ()
+    preempted: tuple[Request, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
     def has_prefill(self) -> bool:
         """Whether any sequence runs more than its newest token."""
-        return any(len(s.token_ids) > 1 or not s.is_sampled for s in self.sequences)
+        return any(s.num_tokens > 1 or not s.is_sampled for s in self.sequences)
 
 
 class _Draft:
@@ -64,16 +67,17 @@ class _Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.chunks: dict[str, int] = {}
-        self.preempted: list[str] = []
+        self.chunks: dict[str, tuple[Request, int]] = {}
+        self.preempted: list[Request] = []
 
-    def place(self, request_id: str, num_tokens: int) -> None:
-        self.chunks[request_id] = num_tokens
+    def place(self, request: Request, num_tokens: int) -> None:
+        self.chunks[request.request_id] = request, num_tokens
         self.budget -= num_tokens
 
-    def withdraw(self, request_id: str) -> None:
-        self.budget += self.chunks.pop(request_id, 0)
-        self.preempted.append(request_id)
+    def withdraw(self, request: Request) -> None:
+        _, num_tokens = self.chunks.pop(request.request_id, (request, 0))
+        self.budget += num_tokens
+        self.preempted.append(request)
 
 
 class Scheduler:
@@ -82,6 +86,10 @@ class Scheduler:
     A request is admitted when the blocks for all its known tokens are free, and grows on demand.
     When nothing is free, the request admitted last gives up its blocks and returns to the front
     of the queue with its tokens; it then computes them again, and its output is the same.
+
+    A step has three moments: ``schedule`` plans it, ``begin`` says that it was launched, ``update``
+    gives its tokens. The next step may be planned and begun before the update of this one: a
+    request then runs the token that is being sampled. At most one token of a request is ahead.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -105,7 +113,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free its blocks."""
+        """Take a request out, wherever it is, and free its blocks.
+
+        A step that is still running may write into them. Whoever gets them next writes in a later
+        step, and steps run in order: what is left there is overwritten before it is read.
+        """
         if self.running.pop(request.request_id, None) is None and request in self.waiting:
             self.waiting.remove(request)
         self.blocks.free(request.request_id)
@@ -116,43 +128,66 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> StepPlan:
-        """Plan a step and reserve its blocks. A plan that is not followed by ``update`` (the step
-        failed) may simply be made again: progress is committed only there."""
+        """Plan a step and reserve its blocks. A plan that is not followed by ``begin`` (the step
+        failed) may simply be made again: progress is counted only there."""
         draft = _Draft(self.config.max_num_batched_tokens)
         self._continue_running(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
-        return StepPlan(
-            tuple(self._sequence(request_id, n) for request_id, n in draft.chunks.items()),
-            tuple(draft.preempted),
-        )
+        table_of = self.blocks.block_ids
+        sequences = [
+            ScheduledSequence(
+                request,
+                start := request.num_computed_tokens,
+                num_tokens,
+                table_of(request_id),
+                start + num_tokens == len(request.token_ids) + request.num_pending,
+                request.source_row if request.num_pending else None,
+            )
+            for request_id, (request, num_tokens) in draft.chunks.items()
+        ]
+        return StepPlan(tuple(sequences), tuple(draft.preempted))
 
-    def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """Commit a step: its tokens are in the cache, and ``sampled`` are the new ones."""
-        for request_id, token_ids, start, _, is_sampled in plan.sequences:
-            request = self.running.get(request_id)
-            if request is None:
-                continue  # aborted while the step ran
-            request.num_computed_tokens = start + len(token_ids)
-            if is_sampled and request_id in sampled:
-                request.token_ids.append(sampled[request_id])
+    def begin(self, plan: StepPlan) -> None:
+        """Count a step's tokens as computed: it was launched, and steps run in order."""
+        row = 0
+        for request, start, num_tokens, _, is_sampled, _ in plan.sequences:
+            request.num_computed_tokens = start + num_tokens
+            if is_sampled:
+                request.num_pending += 1
+                request.source_row = row
+                row += 1
+
+    def update(self, plan: StepPlan, tokens: Sequence[int | None]) -> list[bool]:
+        """Give the requests of a step their tokens, in the order of the step's rows.
+
+        None stands for a row that has none. Says for each whether the request took it: one that
+        has ended since, and whose row was computed for nothing, does not.
+        """
+        sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
+        return [_give(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
 
     def _continue_running(self, draft: _Draft) -> None:
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running.values():
-            is_decode = len(request.token_ids) - request.num_computed_tokens == 1
+            num_tokens = len(request.token_ids) + request.num_pending
+            if num_tokens >= request.max_total_tokens:
+                continue  # its last token is being sampled
+            is_decode = num_tokens - request.num_computed_tokens == 1
             (decodes if is_decode else prefills).append(request)
         for request in (*decodes, *prefills):
             if draft.budget == 0:
                 return
             if request.status is RequestStatus.RUNNING and self._make_room(request, draft):
-                draft.place(request.request_id, self._chunk(request, draft.budget))
+                draft.place(request, self._chunk(request, draft.budget))
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             keep_free = self._watermark_blocks if self.running else 0
+            if request.num_pending:
+                return  # preempted by a step that failed: its token is still to come
             if not self.blocks.can_allocate(request.request_id, request.num_tokens, keep_free):
                 return  # nobody overtakes
             self.waiting.popleft()
@@ -161,16 +196,16 @@ class Scheduler:
             )
             request.status = RequestStatus.RUNNING
             self.running[request.request_id] = request
-            draft.place(request.request_id, self._chunk(request, draft.budget))
+            draft.place(request, self._chunk(request, draft.budget))
 
     def _chunk(self, request: Request, budget: int) -> int:
-        missing = len(request.token_ids) - request.num_computed_tokens
+        missing = len(request.token_ids) + request.num_pending - request.num_computed_tokens
         cap = self.config.long_prefill_token_threshold or missing
         return min(missing, budget, cap)
 
     def _make_room(self, request: Request, draft: _Draft) -> bool:
-        """Reserve blocks for all known tokens; False when the request itself had to yield."""
-        num_tokens = len(request.token_ids)
+        """Reserve blocks for all its tokens; False when the request itself had to yield."""
+        num_tokens = len(request.token_ids) + request.num_pending
         if self.blocks.num_missing(request.request_id, num_tokens) == 0:
             return True  # nearly always: a block lasts for many steps
         while not self.blocks.can_allocate(request.request_id, num_tokens):
@@ -182,8 +217,9 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
+        """Take a request's blocks. A token that is being sampled for it still reaches it."""
         del self.running[victim.request_id]
-        draft.withdraw(victim.request_id)
+        draft.withdraw(victim)
         self.blocks.free(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -191,14 +227,15 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
 
-    def _sequence(self, request_id: str, num_tokens: int) -> ScheduledSequence:
-        request = self.running[request_id]
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        return ScheduledSequence(
-            request_id,
-            request.token_ids[start:end],
-            start,
-            self.blocks.block_ids(request_id),
-            end == len(request.token_ids),
-        )
+
+def _give(sequence: ScheduledSequence, token: int | None) -> bool:
+    request, start, num_tokens, *_ = sequence
+    # An interrupt between a step's launch and its `begin` makes the next one compute the same
+    # token again; the place in the context says which of them the request has already.
+    is_next = len(request.token_ids) == start + num_tokens
+    if request.status is RequestStatus.FINISHED or not is_next:
+        return False
+    request.num_pending = max(0, request.num_pending - 1)
+    if token is not None:
+        request.token_ids.append(token)
+    return True

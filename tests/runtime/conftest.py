@@ -27,9 +27,9 @@ def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def llm(shared_toy: Path) -> LLM:
-    return LLM(shared_toy)
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def llm(shared_toy: Path, request: pytest.FixtureRequest) -> LLM:
+    return LLM(shared_toy, async_scheduling=request.param)
 
 
 @pytest.fixture(autouse=True)

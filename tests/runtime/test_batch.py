@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import torch
 
-from octavo.runtime.batch import build_batch
+from octavo.runtime.batch import BatchBuilder
+from octavo.runtime.request import Request
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import ScheduledSequence, StepPlan
+
+
+def sequence(
+    name: str, tokens: list[int], start: int, blocks: list[int], is_sampled: bool = True
+) -> ScheduledSequence:
+    """The last of a request's tokens, from ``start`` on."""
+    request = Request(name, [0] * start + tokens, SamplingParams(), max_model_len=100)
+    return ScheduledSequence(request, start, len(tokens), array("i", blocks), is_sampled)
+
 
 PLAN = StepPlan(
     (
-        ScheduledSequence("decode", [50], 5, array("i", [3, 7]), True),
-        ScheduledSequence("chunk", [60, 61, 62], 2, array("i", [1, 2, 9]), False),
-        ScheduledSequence("prompt", [70, 71], 0, array("i", [5]), True),
+        sequence("decode", [50], 5, [3, 7]),
+        sequence("chunk", [60, 61, 62], 2, [1, 2, 9], is_sampled=False),
+        sequence("prompt", [70, 71], 0, [5]),
     )
 )
 
 
 def test_every_array() -> None:
-    batch = build_batch(PLAN, block_size=4)
+    batch = BatchBuilder(4).build(PLAN)
     assert batch.ids.tolist() == [50, 60, 61, 62, 70, 71]
     assert batch.positions.tolist() == [5, 2, 3, 4, 0, 1]
     assert batch.slot_mapping.tolist() == [29, 6, 7, 8, 20, 21]
@@ -30,12 +42,40 @@ def test_every_array() -> None:
 
 
 def test_the_types_are_those_of_the_contract() -> None:
-    tensors = build_batch(PLAN, block_size=4).to_tensors(torch.device("cpu"))
+    tensors = BatchBuilder(4).build(PLAN).to_tensors(torch.device("cpu"))
     wide, narrow = torch.int64, torch.int32
     assert [t.dtype for t in tensors] == [wide, wide, wide, narrow, narrow, narrow, wide]
     assert all(t.is_contiguous() for t in tensors)
 
 
 def test_a_step_without_a_sampled_row_has_no_logit_rows() -> None:
-    plan = StepPlan((ScheduledSequence("a", [1, 2], 0, array("i", [1]), False),))
-    assert build_batch(plan, block_size=4).logit_rows.tolist() == []
+    plan = StepPlan((sequence("a", [1, 2], 0, [1], is_sampled=False),))
+    assert BatchBuilder(4).build(plan).logit_rows.tolist() == []
+
+
+def test_ids_that_are_still_sampled_have_a_source_row() -> None:
+    pending = sequence("pending", [99], 3, [4])._replace(source_row=6)
+    batch = BatchBuilder(4).build(StepPlan((*PLAN.sequences, pending)))
+    assert batch.source_rows is not None
+    assert batch.source_rows.tolist() == [-1, -1, -1, -1, -1, -1, 6]
+    assert batch.ids.tolist() == [50, 60, 61, 62, 70, 71, 0]
+    decodes = BatchBuilder(4).build(StepPlan((PLAN.sequences[0], pending)))
+    assert decodes.source_rows is not None
+    assert decodes.source_rows.tolist() == [-1, 6]
+    assert (decodes.ids.tolist(), decodes.positions.tolist()) == ([50, 0], [5, 3])
+
+
+def test_a_builder_follows_tables_that_grow_end_and_are_made_anew() -> None:
+    builder, rng = BatchBuilder(2), random.Random(0)
+    tables: dict[str, ScheduledSequence] = {}
+    for step in range(300):
+        name = str(rng.randrange(step // 4 + 1))
+        if name not in tables or rng.random() < 0.2:
+            tables[name] = sequence(name, [1], 1, [])
+        tables[name].block_ids.extend(rng.randrange(1, 99) for _ in range(rng.randint(1, 40)))
+        ready = [name for name, item in tables.items() if item.block_ids]
+        chosen = [tables[name] for name in rng.sample(ready, rng.randint(1, len(ready)))]
+        table = builder.build(StepPlan(tuple(chosen))).block_table
+        for row, item in zip(table.tolist(), chosen, strict=True):
+            used = len(item.block_ids)
+            assert row == [*item.block_ids, *[0] * (len(row) - used)]

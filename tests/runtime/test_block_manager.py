@@ -84,12 +84,16 @@ def test_freeing_twice_or_a_stranger_frees_nothing() -> None:
     blocks.check()
 
 
-def test_block_ids_are_a_copy() -> None:
+def test_a_table_grows_in_place_and_is_another_after_it_was_freed() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
     blocks.allocate("a", 4)
     before = blocks.block_ids("a")
     blocks.allocate("a", 8)
-    assert list(before) == [1]
+    assert blocks.block_ids("a") is before
+    assert list(before) == [1, 2]
+    blocks.free("a")
+    blocks.allocate("a", 4)
+    assert blocks.block_ids("a") is not before
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 4), (0, 4), (4, 0)])

@@ -79,6 +79,7 @@ def test_greedy_tokens_are_the_models(llm: LLM) -> None:
         assert output.finished
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,11 +94,13 @@ def test_greedy_tokens_are_the_models(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_the_same_answer_however_it_is_run(shared_toy: Path, options: dict[str, Any]) -> None:
+def test_the_same_answer_however_it_is_run(
+    shared_toy: Path, options: dict[str, Any], overlap: bool
+) -> None:
     params = mixed_params(12)
     alone = LLM(shared_toy)
     expected = [alone.generate([p], q)[0] for p, q in zip(prompts(), params, strict=True)]
-    llm = LLM(shared_toy, **options)
+    llm = LLM(shared_toy, async_scheduling=overlap, **options)
     assert shown(llm.generate(prompts(), params)) == shown(expected)
     stats = llm.stats()
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
@@ -490,8 +493,8 @@ def test_options_that_contradict_the_artifact(shared_toy: Path) -> None:
 def test_a_small_pool_lowers_the_length_with_a_notice(
     shared_toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = LLM(shared_toy, num_gpu_blocks_override=4, enforce_eager=True)
-    assert "enforce_eager has no effect" in caplog.text
+    llm = LLM(shared_toy, num_gpu_blocks_override=4, swap_space=4)
+    assert "swap_space has no effect" in caplog.text
     assert "max_model_len is lowered from the model's 512 to 65" in caplog.text
     assert "raise num_gpu_blocks_override for more" in caplog.text
     [output] = llm.generate([[1]], SamplingParams(max_tokens=None, ignore_eos=True))

@@ -45,9 +45,9 @@ def test_names_of_dtypes(dtype: Any, expected: str | None) -> None:
 
 
 def test_what_changes_nothing_is_named() -> None:
-    _, notices = resolve_options({"enforce_eager": True, "swap_space": 4})
+    _, notices = resolve_options({"max_seq_len_to_capture": 8192, "swap_space": 4})
     assert notices == [
-        "enforce_eager has no effect: no graphs are captured on this target",
+        "max_seq_len_to_capture has no effect: the sizes of CUDA graphs follow from max_num_seqs",
         "swap_space has no effect: preempted requests are computed again, not swapped",
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from octavo.runtime.block_manager import BlockManager
@@ -34,10 +36,22 @@ def add(scheduler: Scheduler, name: str, prompt_len: int, max_tokens: int = 8) -
 def run(scheduler: Scheduler) -> tuple[list[tuple[str, int, int, bool]], StepPlan]:
     """One step with token 7 for everybody: (request, start, tokens, sampled), and the plan."""
     plan = scheduler.schedule()
-    scheduler.update(plan, {s.request_id: 7 for s in plan.sequences if s.is_sampled})
+    scheduler.begin(plan)
+    scheduler.update(plan, sevens(plan))
     scheduler.blocks.check()
-    rows = [(s.request_id, s.start, len(s.token_ids), s.is_sampled) for s in plan.sequences]
-    return rows, plan
+    return rows_of(plan), plan
+
+
+def sevens(plan: StepPlan) -> list[int | None]:
+    return [7 for sequence in plan.sequences if sequence.is_sampled]
+
+
+def rows_of(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    return [(s.request.request_id, s.start, s.num_tokens, s.is_sampled) for s in plan.sequences]
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]
 
 
 def steps(scheduler: Scheduler, count: int) -> list[list[tuple[str, int, int, bool]]]:
@@ -129,8 +143,8 @@ def test_the_last_admitted_yields_and_returns_to_the_front() -> None:
     assert [row[0] for row in steps(scheduler, 1)[0]] == ["a", "b", "c"]
     rows, plan = run(scheduler)  # all three need a second block
     assert rows == [("a", 4, 1, True)]
-    assert plan.preempted == ("c", "b")
-    assert [request.request_id for request in scheduler.waiting] == ["b", "c"]
+    assert names(plan.preempted) == ["c", "b"]
+    assert names(scheduler.waiting) == ["b", "c"]
     assert b.status is RequestStatus.PREEMPTED
     assert b.token_ids == [0, 1, 2, 3, 7]
     assert b.num_computed_tokens == 0
@@ -142,7 +156,7 @@ def test_a_preempted_request_computes_prompt_and_output_again() -> None:
     add(scheduler, "b", 4)
     steps(scheduler, 1)
     rows, plan = run(scheduler)  # a takes the third block, b finds none and yields
-    assert plan.preempted == ("b",)
+    assert names(plan.preempted) == ["b"]
     assert rows == [("a", 4, 1, True)]
     scheduler.finish(a)
     assert steps(scheduler, 1) == [[("b", 0, 5, True)]]
@@ -156,7 +170,7 @@ def test_the_victim_is_the_last_admitted_not_the_one_in_need() -> None:
     assert [row[0] for row in steps(scheduler, 1)[0]] == ["a", "b", "c"]
     rows, plan = run(scheduler)  # a needs a block and takes c's; b fits; c is out
     assert rows == [("a", 8, 1, True), ("b", 7, 1, True)]
-    assert plan.preempted == ("c",)
+    assert names(plan.preempted) == ["c"]
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
@@ -166,7 +180,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     add(scheduler, "c", 1)
     steps(scheduler, 1)
     rows, plan = run(scheduler)
-    assert plan.preempted == ("b",)
+    assert names(plan.preempted) == ["b"]
     assert rows == [("a", 4, 1, True)]
 
 
@@ -189,8 +203,9 @@ def test_a_request_that_ended_while_its_step_ran_is_left_alone() -> None:
     scheduler = make()
     a = add(scheduler, "a", 5)
     plan = scheduler.schedule()
+    scheduler.begin(plan)
     scheduler.finish(a)
-    scheduler.update(plan, {"a": 7})
+    assert scheduler.update(plan, [7]) == [False]
     assert a.num_output_tokens == 0
     assert not scheduler.has_unfinished
     assert scheduler.blocks.num_free_blocks == 100
@@ -203,3 +218,92 @@ def test_a_waiting_request_can_be_taken_out() -> None:
     steps(scheduler, 1)
     scheduler.finish(b)
     assert list(scheduler.waiting) == []
+
+
+def test_the_next_step_runs_the_token_that_is_being_sampled() -> None:
+    scheduler = make(budget=16)
+    a = add(scheduler, "a", 5)
+    add(scheduler, "b", 3)
+    first = scheduler.schedule()
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    assert rows_of(second) == [("a", 5, 1, True), ("b", 3, 1, True)]
+    assert [s.source_row for s in second.sequences] == [0, 1]
+    assert [len(s.block_ids) for s in second.sequences] == [2, 1]
+    scheduler.begin(second)
+    assert scheduler.update(first, [7, 8]) == [True, True]
+    assert a.token_ids[5:] == [7]
+    third = scheduler.schedule()
+    assert rows_of(third) == [("a", 6, 1, True), ("b", 4, 1, True)]
+    assert [s.source_row for s in third.sequences] == [0, 1]
+
+
+def test_a_source_row_counts_sampled_rows_only() -> None:
+    scheduler = make(budget=6)
+    add(scheduler, "a", 1)
+    steps(scheduler, 1)
+    add(scheduler, "long", 9)
+    first = scheduler.schedule()
+    assert rows_of(first) == [("a", 1, 1, True), ("long", 0, 5, False)]
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    assert rows_of(second) == [("a", 2, 1, True), ("long", 5, 4, True)]
+    assert [s.source_row for s in second.sequences] == [0, None]
+
+
+def test_no_row_is_planned_beyond_max_tokens() -> None:
+    scheduler = make()
+    a = add(scheduler, "a", 5, max_tokens=2)
+    first = scheduler.schedule()
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    scheduler.begin(second)
+    scheduler.update(first, [7])
+    assert scheduler.schedule() == StepPlan(())
+    scheduler.update(second, [8])
+    assert a.output_token_ids == [7, 8]
+    assert a.is_at_limit
+
+
+def test_a_row_computed_for_nothing_is_dropped() -> None:
+    scheduler = make()
+    a, b = add(scheduler, "a", 5), add(scheduler, "b", 5)
+    first = scheduler.schedule()
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    scheduler.begin(second)
+    scheduler.update(first, [7, 7])
+    scheduler.finish(a)  # its first token was its end
+    scheduler.blocks.check()
+    third = scheduler.schedule()
+    assert rows_of(third) == [("b", 6, 1, True)]
+    assert third.sequences[0].source_row == 1
+    scheduler.begin(third)
+    assert scheduler.update(second, [8, 9]) == [False, True]
+    assert (a.output_token_ids, b.output_token_ids) == ([7], [7, 9])
+
+
+def test_who_is_preempted_still_gets_its_pending_token() -> None:
+    scheduler = make(num_blocks=4, block_size=4, budget=64)
+    add(scheduler, "a", 4)
+    b = add(scheduler, "b", 4)
+    first = scheduler.schedule()
+    scheduler.begin(first)
+    second = scheduler.schedule()
+    assert names(second.preempted) == ["b"]
+    assert scheduler.schedule().preempted == ()  # planned again: b waits until its token is there
+    assert names(scheduler.running.values()) == ["a"]
+    scheduler.begin(second)
+    assert scheduler.update(first, [7, 8]) == [True, True]
+    assert (b.token_ids, b.num_computed_tokens, b.num_pending) == ([0, 1, 2, 3, 8], 0, 0)
+
+
+def test_a_step_that_ran_twice_counts_once() -> None:
+    scheduler = make()
+    a = add(scheduler, "a", 5)
+    first, again = scheduler.schedule(), scheduler.schedule()  # interrupted before it was begun
+    scheduler.begin(again)
+    assert scheduler.update(first, [7]) == [True]
+    assert scheduler.update(again, [7]) == [False]
+    assert (a.output_token_ids, a.num_pending) == ([7], 0)
+    assert rows_of(scheduler.schedule()) == [("a", 5, 1, True)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.runtime.batch import build_batch
+from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.executor import with_known_ids
 from octavo.runtime.request import Request
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler, SchedulerConfig, StepPlan
@@ -29,6 +31,10 @@ class Replay:
         )
         self.scheduler = Scheduler(self.config, BlockManager(num_blocks, self.block_size))
         self.max_len = (num_blocks - 1) * self.block_size + 1
+        self.depth = self.random.choice([1, 2])
+        self.batches = BatchBuilder(self.block_size)
+        self.running: list[tuple[StepPlan, list[int]]] = []
+        self.sampled: list[int] = []
         self.slots: dict[int, int] = {}
         self.live: dict[str, Request] = {}
         self.num_added = 0
@@ -50,32 +56,48 @@ class Replay:
         self.num_finished += 1
 
     def step(self) -> None:
+        """Launch a step, and take the tokens of the one before if steps overlap."""
         plan = self.scheduler.schedule()
         self.scheduler.blocks.check()
-        assert bool(plan.sequences) == self.scheduler.has_unfinished
-        if not plan.sequences:
-            return
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
-        assert len(plan.sequences) <= self.config.max_num_seqs
-        self.write_and_read(plan)
-        if self.random.random() < 0.1:
-            return  # the step failed: it is planned again
-        new = {s.request_id: self.random.randrange(1000) for s in plan.sequences if s.is_sampled}
-        self.scheduler.update(plan, new)
-        for request_id in new:
-            if self.live[request_id].is_at_limit:
-                self.end(self.live[request_id])
+        assert plan.sequences or self.running or not self.scheduler.has_unfinished
+        if plan.sequences:
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
+            assert len(plan.sequences) <= self.config.max_num_seqs
+            tokens = self.write_and_read(plan)
+            if self.random.random() < 0.1:
+                return  # the step failed: it is planned again
+            self.scheduler.begin(plan)
+            self.running.append((plan, tokens))
+            self.sampled = tokens
+        if self.running and (len(self.running) == self.depth or not plan.sequences):
+            self.finish_oldest()
 
-    def write_and_read(self, plan: StepPlan) -> None:
-        batch = build_batch(plan, self.block_size)
+    def finish_oldest(self) -> None:
+        plan, tokens = self.running.pop(0)
+        taken = self.scheduler.update(plan, tokens)
+        requests = [s.request for s in plan.sequences if s.is_sampled]
+        for request, is_taken in zip(requests, taken, strict=True):
+            assert is_taken == (request.request_id in self.live)
+            if is_taken and (request.is_at_limit or self.random.random() < 0.1):
+                self.end(request)
+
+    def write_and_read(self, plan: StepPlan) -> list[int]:
+        """Run a step over the slots. Its tokens: the sum of the context, so that all agree on it"""
+        batch = with_known_ids(self.batches.build(plan), np.array(self.sampled, dtype=np.int64))
         assert len(set(batch.slot_mapping.tolist())) == plan.num_tokens
         self.slots.update(zip(batch.slot_mapping.tolist(), batch.ids.tolist(), strict=True))
+        tokens = []
         for row, sequence in enumerate(plan.sequences):
             length = int(batch.seq_lens[row])
             table = batch.block_table[row].tolist()
             places = [table[p // self.block_size] * self.block_size for p in range(length)]
             context = [self.slots[place + p % self.block_size] for p, place in enumerate(places)]
-            assert context == self.live[sequence.request_id].token_ids[:length]
+            known = sequence.request.token_ids
+            assert context[: len(known)] == known[:length]
+            assert length <= len(known) + 1
+            if sequence.is_sampled:
+                tokens.append((sum(context) * 31 + length) % 1000)
+        return tokens
 
 
 @settings(max_examples=50, deadline=None)
@@ -89,7 +111,7 @@ def test_random_traffic(seed: int) -> None:
             replay.end(replay.random.choice(list(replay.live.values())))
         replay.step()
     for _ in range(20000):
-        if not replay.live:
+        if not replay.live and not replay.running:
             break
         replay.step()
     assert not replay.live, "somebody starves"
