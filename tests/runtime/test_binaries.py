@@ -1,0 +1,291 @@
+"""Where a kernel's binary comes from, on a machine that is told it had a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.ir.manifest import KVSlot
+from octavo.runtime import binaries
+from octavo.runtime.artifact import Artifact
+from octavo.runtime.binaries import BoundKernels, ShippedBinaries, bind_kernels, device_arch
+from octavo.runtime.cross_compile import specialisations, write_binaries
+from octavo.runtime.cuda_driver import CudaDriver
+from octavo.runtime.errors import ArtifactError
+from octavo.runtime.kernel_binary import Binary, BinaryInfo, Specialisation
+from octavo.runtime.program_loader import import_program
+from octavo.runtime.record_program import record_program
+from tests.runtime.fake_cuda import FakeCuda
+from tests.runtime.toy_artifact import write_manifest
+
+PROGRAM = '''
+"""A program of one kernel, which has another block size for many tokens."""
+import torch
+
+from .kernels.src import double
+
+
+class Program:
+    def __init__(self, weights, kv_caches, *, max_num_tokens, max_num_seqs):
+        self.table = weights["table"]
+        assert self.table.shape == (8, 64) and self.table.dtype == torch.bfloat16
+
+    def __call__(
+        self, ids, positions, slot_mapping, block_table, query_start, seq_lens, logit_rows
+    ):
+        return double.run(ids, out=torch.empty_like(ids))
+'''
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+from octavo.runtime.kernel import Choices, Kernel, pdl_trigger, pdl_wait
+
+
+@triton.jit
+def double(x_ptr, y_ptr, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl_trigger()
+        pdl_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, 2 * tl.load(x_ptr + at, mask=at < num), mask=at < num)
+
+
+DOUBLE = Kernel(double, "x_ptr: *i64, y_ptr: *i64, num: i32")
+
+CHOICES = Choices(
+    (16, [dict(BLOCK=32), dict(BLOCK=64)]),
+    (None, [dict(BLOCK=256)]),
+)
+
+
+def run(x, *, out):
+    block = CHOICES.for_rows(x.shape[0])["BLOCK"]
+    DOUBLE.launch((-(-x.shape[0] // block),), x, out, x.shape[0], BLOCK=block)
+    return out
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An artifact without binaries."""
+    root = tmp_path / "artifact"
+    for name, text in (("program.py", PROGRAM), ("kernels/src/double.py", KERNEL)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "weights").mkdir()
+    save_file({"table": torch.zeros(8, 64).bfloat16()}, root / "weights" / "a.safetensors")
+    (root / "weights/index.json").write_text('{"weight_map": {"table": "a.safetensors"}}')
+    finish(root)
+    return root
+
+
+def finish(root: Path) -> None:
+    write_manifest(root, target="cuda:sm_90", kv_slots=(KVSlot(1, 64, 64),))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
+    """A GPU of sm_90, an empty cache, and a compiler that makes empty binaries."""
+    fake = FakeCuda()
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(CudaDriver, "shared", lambda: CudaDriver(fake))
+    monkeypatch.setattr(binaries, "make_context_current", lambda index: None)
+    monkeypatch.setattr(binaries, "compile_here_or_there", compiled)
+    # A build of PyTorch without CUDA has no streams.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    return fake
+
+
+def compiled(wanted: list[Specialisation]) -> Iterator[tuple[Specialisation, Binary]]:
+    for each in wanted:
+        yield each, binary_of(each, b"here")
+
+
+def binary_of(each: Specialisation, cubin: bytes) -> Binary:
+    info = BinaryInfo(
+        each.module, each.kernel, each.constants, each.options, each.signature, "sm_90a",
+        each.kernel, 4, 0, 5, 2, 0, 32, 0, "3.6.0", "12.8",
+    )  # fmt: skip
+    return Binary(info, cubin)
+
+
+def ship(root: Path, arch: int = 90) -> list[str]:
+    """Give the artifact the binaries that its program needs; their names."""
+    manifest = Artifact.open(root).manifest
+    wanted = specialisations(record_program(root, manifest), arch)
+    for each in wanted:
+        binary_of(each, b"shipped").write(root / f"kernels/bin/sm_{arch}", each.stem)
+    finish(root)
+    return [each.stem for each in wanted]
+
+
+def bind(root: Path, *, is_pinned: bool = False) -> tuple[BoundKernels, ModuleType]:
+    artifact = Artifact.open(root)
+    program = import_program(root, artifact.manifest)
+    device = torch.device("cuda")
+    bound = bind_kernels(artifact, program, device, is_pinned=is_pinned)
+    return bound, program.double
+
+
+def test_the_program_is_recorded_over_all_sizes(folder: Path) -> None:
+    launches = record_program(folder, Artifact.open(folder).manifest)
+    assert sorted(launch.constants["BLOCK"] for launch in launches) == [32, 256]
+
+
+def test_shipped_binaries_are_loaded(folder: Path, cuda: FakeCuda) -> None:
+    assert len(ship(folder)) == 2
+    bound, _ = bind(folder)
+    assert bound.num_compiled == 0
+    assert cuda.images == [b"shipped", b"shipped"]
+
+
+def test_missing_ones_are_compiled_once(
+    folder: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert bind(folder)[0].num_compiled == 2
+        assert bind(folder)[0].num_compiled == 0
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "compiling 2 kernels for sm_90, since the artifact has no binaries of them for sm_90; "
+        f"kept in {tmp_path / 'cache' / 'kernels' / 'sm_90'}"
+    )
+    assert cuda.images == [b"here"] * 4
+
+
+def test_a_pinned_artifact_s_binaries_are_not_used(folder: Path, cuda: FakeCuda) -> None:
+    ship(folder)
+    bound, _ = bind(folder, is_pinned=True)
+    assert bound.num_compiled == 2
+    assert cuda.images == [b"here", b"here"]
+
+
+def test_a_binary_that_the_driver_refuses_is_made_anew(
+    folder: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    ship(folder)
+    cuda.fails["cuModuleLoadData"] = [222]
+    with caplog.at_level(logging.WARNING):
+        assert bind(folder)[0].num_compiled == 1
+    assert "compiling 1 kernel for sm_90, since the driver refused" in caplog.text
+    assert cuda.images == [b"shipped", b"shipped", b"here"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_binary_that_changed_since_it_was_checked(folder: Path) -> None:
+    ship(folder)
+    artifact = Artifact.open(folder)
+    program = import_program(folder, artifact.manifest)
+    for path in folder.glob("kernels/bin/*/*.cubin"):
+        path.write_bytes(b"shaped!")
+    with pytest.raises(ArtifactError, match=r"cubin has changed since it was checked"):
+        bind_kernels(artifact, program, torch.device("cuda"))
+
+
+def test_a_damaged_file_in_the_cache_is_made_anew(
+    folder: Path, cuda: FakeCuda, tmp_path: Path
+) -> None:
+    bind(folder)
+    for path in (tmp_path / "cache").rglob("*.json"):
+        path.write_text("{")
+    assert bind(folder)[0].num_compiled == 2
+
+
+def test_constants_that_nobody_foresaw_are_compiled_when_launched(
+    folder: Path, cuda: FakeCuda
+) -> None:
+    bound, module = bind(folder)
+    kernel = module.DOUBLE
+    [launch] = [each for each in recorded(module) if each.constants["BLOCK"] == 32]
+    kernel.loader(kernel, 0, launch)
+    assert bound.num_compiled == 2
+    kernel.loader(kernel, 0, replace(launch, constants={"BLOCK": 128}))
+    assert bound.num_compiled == 3
+
+
+def recorded(module: ModuleType) -> list:  # type: ignore[type-arg]
+    from octavo.runtime.kernel import recording
+
+    with recording() as launches:
+        for num in (1, 100):
+            x = torch.empty(num, dtype=torch.int64, device="meta")
+            module.run(x, out=x)
+    return launches
+
+
+def write_plan(root: Path, name: str, plan: object) -> None:
+    (root / "plans").mkdir(exist_ok=True)
+    (root / "plans" / name).write_text(json.dumps(plan))
+    finish(root)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_plan_chooses(folder: Path) -> None:
+    write_plan(folder, "sm_90.json", {"double": {"*": {"BLOCK": 256}}})
+    assert bind(folder)[1].CHOICES.for_rows(1) == {"BLOCK": 32}
+    write_plan(folder, "nvidia_h200.json", {"double": {"16": {"BLOCK": 64}}})
+    assert bind(folder)[1].CHOICES.for_rows(1) == {"BLOCK": 64}
+    (folder / "plans" / "nvidia_h200.json").unlink()
+    finish(folder)
+    assert bind(folder)[1].CHOICES.for_rows(1) == {"BLOCK": 32}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"triple": {}}, "no kernel module 'triple'"),
+        ({"double": []}, "no kernel module 'double'"),
+        ({"double": {"17": {"BLOCK": 32}}}, "no row bucket '17'"),
+        ({"double": {"16": {"BLOCK": 33}}}, "is no candidate for 16 rows"),
+        ({"double": {"16": 3}}, "double"),
+        ([], "expected an object"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(folder: Path, plan: object, message: str) -> None:
+    write_plan(folder, "sm_90.json", plan)
+    with pytest.raises(ArtifactError, match=rf"plans/sm_90.json: .*{message}"):
+        bind(folder)
+
+
+def test_binaries_of_an_older_minor_are_found(tmp_path: Path) -> None:
+    files = {f"kernels/bin/sm_{arch}/a.json": None for arch in (80, 86, 89, 90)}
+    shipped = ShippedBinaries(tmp_path, files)  # type: ignore[arg-type]
+    assert shipped.archs_for(86) == [86, 80]
+    assert shipped.archs_for(90) == [90]
+    assert shipped.archs_for(100) == []
+
+
+def test_no_gpu_and_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArtifactError, match="--target cpu"):
+        device_arch(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    with pytest.raises(ArtifactError, match="Tesla T4 is sm_75; kernels need sm_80"):
+        device_arch(torch.device("cuda", 0))
+
+
+def test_really_compiled_and_then_found(folder: Path, cuda: FakeCuda) -> None:
+    """The compiler's own binaries, shipped: a load compiles nothing."""
+    manifest = Artifact.open(folder).manifest
+    write_binaries(record_program(folder, manifest), (90,), folder / "kernels" / "bin")
+    finish(folder)
+    bound, _ = bind(folder)
+    assert bound.num_compiled == 0
+    assert all(image.startswith(b"\x7fELF") for image in cuda.images)
+    assert len(cuda.images) == 2
