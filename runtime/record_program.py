@@ -29,6 +29,7 @@ _MIXED_SEQS = (1, 2, 8, 64, 256)
 def record_program(directory: Path, manifest: Manifest, *, block_size: int = 16) -> list[Launch]:
     """The distinct launches of an artifact's program and its sampler; weights are not read.
 
+    Modules run as they are chosen to at the time, by default each its first candidates.
     ``manifest`` need only list the code. Raises ArtifactError for a program that cannot be
     imported, and what its kernels raise for arguments that do not fit.
     """

@@ -32,10 +32,20 @@ def inspect(
         tuple[str, str] | None,
         typer.Option(metavar="A B", help="Print what changed from stage A to stage B."),
     ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Print how each GPU kernel is run, and its binaries."),
+    ] = False,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="PLAN", help="With --kernels: what this plan chooses, like sm_90."),
+    ] = None,
 ) -> None:
     """Show what an artifact holds, or the IR of its stages."""
-    if stage is not None and diff is not None:
-        raise OctavoError("--stage and --diff exclude each other; give one of them")
+    if (stage is not None) + (diff is not None) + kernels > 1:
+        raise OctavoError("--stage, --diff and --kernels exclude each other; give one of them")
+    if plan is not None and not kernels:
+        raise OctavoError("--plan goes with --kernels")
     manifest = artifact.read_manifest(directory)
     stages = artifact.read_stages(directory)
     if stage is not None:
@@ -47,7 +57,10 @@ def inspect(
         return
     console = _console()
     with console.capture() as captured:
-        _print_summary(console, directory, manifest, stages)
+        if kernels:
+            _print_gpu_kernels(console, directory, plan)
+        else:
+            _print_summary(console, directory, manifest, stages)
     # Rich pads a table's last column: blanks that a narrower screen or a file shows as such.
     for line in captured.get().splitlines():
         print(line.rstrip())
@@ -161,6 +174,32 @@ def _print_kernels(console: Console, kernels: list[artifact.Kernel]) -> None:
                 console.print(Text(f"  {line}"), soft_wrap=True)
 
 
+def _print_gpu_kernels(console: Console, directory: Path, plan: str | None) -> None:
+    # Triton is imported by the kernels only, and takes its time.
+    from octavo.cli import inspect_kernels
+
+    known = ", ".join(inspect_kernels.plan_names(directory)) or "none"
+    console.print(f"Choices of {plan or 'no plan: the defaults'}; plans: {known}", soft_wrap=True)
+    table = _table("Kernels", "kernel", "op", "rows", "choice", "bytes", "flops")
+    for way in inspect_kernels.read_ways(directory, plan):
+        table.add_row(way.module, way.op, way.rows, way.choice, way.num_bytes, way.flops)
+    console.print(table)
+    binaries = inspect_kernels.read_compiled(directory)
+    names = ("kernel", "function", "arch", "constants", "registers", "spilled", "shared")
+    table = _table("Binaries", *names)
+    for each in binaries:
+        table.add_row(
+            each.module,
+            each.kernel,
+            each.arch,
+            each.constants,
+            each.registers,
+            each.spilled,
+            each.shared,
+        )
+    console.print(table if binaries else "\nThere are no binaries: they are compiled when loaded.")
+
+
 def _print_fallbacks(console: Console, stages: list[artifact.Stage]) -> None:
     fallbacks = artifact.count_fallbacks(stages[-1]) if stages else {}
     if not fallbacks:
@@ -176,7 +215,8 @@ def _table(title: str, *columns: str) -> Table:
     """A plain table; columns of numbers are set to the right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.title = Text(f"\n{title}", style="bold")
-    numeric = {"#", "files", "bytes", "nodes", "rewrites", "missed", "count"}
+    numeric = {"#", "files", "bytes", "flops", "nodes", "rewrites", "missed", "count"}
+    numeric |= {"registers", "spilled", "shared"}
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
     return table
