@@ -20,6 +20,15 @@ REWRITE: dict[torch.dtype, float] = {
     torch.float16: 2.0**-11 * 2**4,
 }
 
+# A kernel over rows that computes in float32 and rounds its result: half an ulp is one u. Where it
+# rounds in between as well, that may fall to the other side: three more. In float32 a sum over up
+# to 1024 terms by a tree errs like its depth, 10 u, and exp, rsqrt and erf by 2 ulp.
+ROW_KERNEL: dict[torch.dtype, float] = {
+    torch.float32: 2.0**-24 * 2**5,
+    torch.bfloat16: 2.0**-9 * 2**2,
+    torch.float16: 2.0**-11 * 2**2,
+}
+
 # The same in float32 for a model of 30 layers of hidden size 576: sums of up to 1536 terms err like
 # sqrt(1536) u = 39 u, and 120 such results follow one another, which add up like their root, 11.
 DEEP_REWRITE = 2.0**-24 * 2**9
