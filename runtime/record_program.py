@@ -157,6 +157,6 @@ def _inputs(num_tokens: int, num_seqs: int, num_blocks: int) -> tuple[Tensor, ..
 
 def _record_sampler(program: Any, num_rows: int) -> None:
     """The sampler is called by the executor; ``record`` launches it as that does."""
-    sampler = getattr(program, "sampler", None)
-    if sampler is not None:
-        sampler.record(num_rows, torch.device("meta"))
+    record = getattr(getattr(program, "sampler", None), "record", None)
+    if record is not None:
+        record(num_rows, torch.device("meta"))
