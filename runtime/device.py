@@ -6,9 +6,14 @@ import torch
 
 from octavo.runtime.errors import ArtifactError
 
+OLDEST_ARCH = 80
+
 
 def device_for(target: str) -> torch.device:
-    """The device for ``cpu`` or ``cuda:sm_90``. Raises ArtifactError when this machine has none."""
+    """The device for ``cpu`` or ``cuda:sm_90``. Raises ArtifactError when this machine has none.
+
+    An artifact for another architecture runs too: its kernels are compiled anew when it is loaded.
+    """
     if target == "cpu":
         return torch.device("cpu")
     kind, _, arch = target.partition(":sm_")
@@ -20,9 +25,9 @@ def device_for(target: str) -> torch.device:
             "compile it again with --target cpu"
         )
     major, minor = torch.cuda.get_device_capability()
-    if major * 10 + minor < int(arch):
+    if major * 10 + minor < OLDEST_ARCH:
         raise ArtifactError(
-            f"the artifact was compiled for {target} and this GPU is sm_{major}{minor}; "
-            f"compile it again with --target cuda:sm_{major}{minor}"
+            f"this GPU is sm_{major}{minor}; kernels need sm_80 (Ampere) or later; compile the "
+            "model again with --target cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())

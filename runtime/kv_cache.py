@@ -70,17 +70,11 @@ def plan_kv_cache(
     return KVCachePlan(usable + 1, block_size, each)
 
 
-def default_kv_cache_bytes(
-    device: torch.device, gpu_memory_utilization: float, weight_bytes: int
-) -> int:
-    """Bytes to use when none are named; called before the weights are loaded.
+def cpu_kv_cache_bytes() -> int:
+    """Bytes to use on a CPU when none are named.
 
-    On a GPU: what the utilisation leaves beside the weights. On a CPU: a quarter of the memory
-    that is available, at most 4 GiB, since the machine has other uses.
+    A quarter of the memory that is available, at most 4 GiB, since the machine has other uses.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - weight_bytes - (1.0 - gpu_memory_utilization) * total))
     return min(CPU_DEFAULT_BYTES, int(available_memory_bytes() * CPU_DEFAULT_SHARE))
 
 
@@ -114,6 +108,8 @@ def allocate_kv_caches(
 
     try:
         return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
+    except torch.OutOfMemoryError:
+        raise  # whoever planned the GPU's memory says more
     except (RuntimeError, MemoryError) as error:
         raise CapacityError(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "

@@ -22,6 +22,7 @@ from octavo.runtime.outputs import EngineStats, GenerationStats, RequestOutput
 from octavo.runtime.progress import progress_bar
 from octavo.runtime.prompts import Prompt, parse_prompts
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LLM:
     ``model`` is an artifact directory. Keywords: see LLMOptions for those that work, and the tables
     beside it for those of vLLM's that are refused or named in a notice. Any number of threads may
     use one LLM: their requests share the engine's steps. ``last_stats`` is then of no one call.
+    ``load_times`` are the seconds of each phase of the load.
     """
 
     def __init__(self, model: str | Path, **keywords: Any) -> None:
@@ -50,9 +52,13 @@ class LLM:
         self.options, notices = resolve_options(keywords)
         for notice in notices:
             logger.warning("%s", notice)
-        self.artifact = self.open_artifact(model, self.options)
-        self._tokenizer = self._open_tokenizer()
-        self.engine: Engine = load_engine(self.artifact, self.options, self._tokenizer)
+        timings = Timings()
+        with timings.phase("open artifact"):
+            self.artifact = self.open_artifact(model, self.options)
+            self._tokenizer = self._open_tokenizer()
+        self.engine: Engine = load_engine(self.artifact, self.options, self._tokenizer, timings)
+        self.load_times = timings.seconds
+        logger.info("loaded: %s", timings)
         self.last_stats = GenerationStats()
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}

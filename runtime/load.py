@@ -2,80 +2,105 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
-from octavo.ir.manifest import Manifest
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
-from octavo.runtime.artifact_files import is_weight
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.capacity import Capacity, plan_capacity
 from octavo.runtime.device import device_for
+from octavo.runtime.device_weights import load_weights, stored_weights
 from octavo.runtime.engine import Engine
-from octavo.runtime.errors import CapacityError, InvalidRequest
-from octavo.runtime.executor import Executor
-from octavo.runtime.kv_cache import (
-    KVCachePlan,
-    allocate_kv_caches,
-    default_kv_cache_bytes,
-    plan_kv_cache,
-)
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.executor import Executor, StepExecutor
+from octavo.runtime.kv_cache import allocate_kv_caches, cpu_kv_cache_bytes
 from octavo.runtime.llm_options import LLMOptions
 from octavo.runtime.scheduler import SchedulerConfig
+from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
-def load_engine(artifact: Artifact, options: LLMOptions, tokenizer: Tokenizer | None) -> Engine:
-    """Plan the memory, import the program and bind it to its weights."""
-    manifest = artifact.manifest
+def load_engine(
+    artifact: Artifact,
+    options: LLMOptions,
+    tokenizer: Tokenizer | None,
+    timings: Timings | None = None,
+) -> Engine:
+    """Plan the memory, import the program and bind it to its weights.
+
+    Raises ArtifactError, InvalidRequest, or CapacityError. ``timings`` is told the phases.
+    """
+    timings = timings or Timings()
     check_compiled_as(artifact, options)
-    device = device_for(manifest.target)
-    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
-    max_num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
-    available = options.kv_cache_memory_bytes
-    if available is None:
-        weight_bytes = sum(e.size for name, e in manifest.files.items() if is_weight(name))
-        available = default_kv_cache_bytes(device, options.gpu_memory_utilization, weight_bytes)
-    dtype = artifact.dtype
-    wanted_len = _wanted_len(manifest, options)
-    plan = plan_kv_cache(
-        manifest.kv_slots,
-        dtype,
-        block_size=options.block_size,
-        wanted_tokens=max_num_seqs * (wanted_len + options.block_size),
-        available_bytes=available,
-        num_blocks=options.num_gpu_blocks_override,
+    device = device_for(artifact.manifest.target)
+    config = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
+        max_num_batched_tokens=options.max_num_batched_tokens
+        or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type],
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
     )
-    max_model_len = _fitting_len(plan, wanted_len, options)
-    executor = Executor(
-        artifact.load_program(),
-        artifact.load_weights(device),
-        allocate_kv_caches(manifest.kv_slots, plan, dtype, device),
-        max_num_tokens=max_num_tokens,
-        max_num_seqs=max_num_seqs,
-        device=device,
-    )
+    is_cuda = device.type == "cuda"
+    executor: StepExecutor
+    if is_cuda:
+        # Needs Triton, which a CPU has no use for.
+        from octavo.runtime.load_cuda import load_executor
+
+        executor, capacity = load_executor(artifact, options, config, device, timings)
+    else:
+        executor, capacity = _load_executor(artifact, options, config, device, timings)
+    is_async = options.async_scheduling
     return Engine(
         executor,
-        BlockManager(plan.num_blocks, plan.block_size),
-        SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
-            long_prefill_token_threshold=options.long_prefill_token_threshold,
-        ),
-        max_model_len=max_model_len,
+        BlockManager(capacity.kv_cache.num_blocks, capacity.kv_cache.block_size),
+        config,
+        max_model_len=capacity.max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(artifact, tokenizer),
         seed=options.seed,
-        async_scheduling=bool(options.async_scheduling),
+        async_scheduling=is_cuda if is_async is None else is_async,
     )
+
+
+def _load_executor(
+    artifact: Artifact,
+    options: LLMOptions,
+    config: SchedulerConfig,
+    device: torch.device,
+    timings: Timings,
+) -> tuple[Executor, Capacity]:
+    """The executor of the CPU."""
+    available = options.kv_cache_memory_bytes
+    capacity = plan_capacity(
+        artifact,
+        options,
+        max_num_seqs=config.max_num_seqs,
+        available_bytes=cpu_kv_cache_bytes() if available is None else available,
+    )
+    with timings.phase("kernels"):
+        program = artifact.load_program()
+    with timings.phase("weights"):
+        weights = (
+            load_weights(stored_weights(artifact), device, dummy=True)
+            if options.load_format == "dummy"
+            else artifact.load_weights(device)
+        )
+    with timings.phase("KV cache"):
+        executor = Executor(
+            program,
+            weights,
+            allocate_kv_caches(
+                artifact.manifest.kv_slots, capacity.kv_cache, artifact.dtype, device
+            ),
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            device=device,
+        )
+    return executor, capacity
 
 
 def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
@@ -109,37 +134,3 @@ def eos_token_ids(artifact: Artifact, tokenizer: Tokenizer | None) -> frozenset[
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return frozenset((tokenizer.eos_token_id,))
     return frozenset()
-
-
-def _wanted_len(manifest: Manifest, options: LLMOptions) -> int:
-    wanted = options.max_model_len
-    if wanted is not None and wanted > manifest.max_position:
-        raise InvalidRequest(
-            f"max_model_len={wanted} is beyond the model's own maximum of {manifest.max_position}"
-        )
-    return wanted or manifest.max_position
-
-
-def _fitting_len(plan: KVCachePlan, wanted_len: int, options: LLMOptions) -> int:
-    # The last token of a sequence is never fed back, so its K and V need no room.
-    fitting = plan.num_tokens + 1
-    if wanted_len <= fitting:
-        return wanted_len
-    num_blocks = -(-(wanted_len - 1) // plan.block_size)
-    more, enough = "kv_cache_memory_bytes", f"{(num_blocks + 1) * plan.block_bytes} bytes"
-    if options.num_gpu_blocks_override is not None:
-        more, enough = "num_gpu_blocks_override", f"{num_blocks} blocks"
-    if options.max_model_len is not None:
-        raise CapacityError(
-            f"the KV cache holds {plan.num_tokens} tokens, too few for one sequence of "
-            f"max_model_len={wanted_len}; lower max_model_len or raise {more} "
-            f"({enough} would do)"
-        )
-    logger.warning(
-        "max_model_len is lowered from the model's %d to %d, which is what the KV cache holds; "
-        "raise %s for more",
-        wanted_len,
-        fitting,
-        more,
-    )
-    return fitting

@@ -14,7 +14,7 @@ from octavo.runtime.kv_cache import (
     allocate_kv_caches,
     available_memory_bytes,
     block_bytes,
-    default_kv_cache_bytes,
+    cpu_kv_cache_bytes,
     plan_kv_cache,
 )
 
@@ -83,4 +83,4 @@ def test_available_memory_is_read(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_at_most_four_gib() -> None:
-    assert 0 < default_kv_cache_bytes(torch.device("cpu"), 0.9, 0) <= 4 * GIB
+    assert 0 < cpu_kv_cache_bytes() <= 4 * GIB
