@@ -11,20 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import octavo
 from octavo.codegen.artifact import ArtifactWriter
-from octavo.codegen.generate import generate
-from octavo.codegen.target import Target, resolve_target
+from octavo.codegen.generate import Generated, generate
+from octavo.codegen.target import Targets, resolve_targets
 from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_trace
 from octavo.frontend.config import choose_dtype
 from octavo.frontend.model_files import write_model_files
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
 from octavo.frontend.source import ModelSource, open_weights, resolve
-from octavo.frontend.trace import BoundWeights, import_model
+from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import Manifest
@@ -32,6 +33,8 @@ from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.phases import Phases
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.cross_compile import write_binaries
+from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,18 @@ class CompileReport:
     stages: list[tuple[str, float]]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What one compile works on and with."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    targets: Targets
+    writer: ArtifactWriter
+    phases: Phases
+    with_weights: bool
+
+
 def compile_model(
     model: str | Path,
     output: str | Path,
@@ -59,6 +74,7 @@ def compile_model(
     dtype: str = "auto",
     target: str = "auto",
     random_weights: int | None = None,
+    with_weights: bool = True,
     revision: str | None = None,
     force: bool = False,
     progress: bool = True,
@@ -66,21 +82,26 @@ def compile_model(
     """Compile a model into an artifact directory.
 
     ``model`` is a model directory, a GGUF file, a hub id, or a config.json with ``random_weights``,
-    a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto or cpu. An existing
-    ``output`` is replaced only with ``force``, and only when the new artifact is complete.
-    Of several threads one compiles at a time, the others wait. Raises OctavoError, one line; then,
-    and when interrupted, ``output`` is as it was before and what was written beside it is removed.
+    a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto, cpu, cuda (this
+    machine's GPU) or ``cuda:sm_90`` and the like, several with commas. Without ``with_weights``
+    only the shapes of the checkpoint's weights are stored, for runs with ``load_format="dummy"``.
+    An existing ``output`` is replaced only with ``force``, and only when the new artifact is
+    complete. Of several threads one compiles at a time, the others wait. Raises OctavoError, one
+    line; then, and when interrupted, ``output`` is as it was before and what was written beside it
+    is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
-    chosen = resolve_target(target)
+    targets = resolve_targets(target)
+    if not with_weights and random_weights is None:
+        random_weights = 0  # none are drawn: a config alone is enough
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         writer.begin()
         with phases("read the model"):
             source = resolve(model, revision=revision, random_weights=random_weights)
-            torch_dtype = choose_dtype(dtype, source.config, chosen.name)
-        manifest = _build(source, torch_dtype, chosen, writer, phases)
+            torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
+        manifest = _build(_Job(source, torch_dtype, targets, writer, phases, with_weights))
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)
@@ -100,45 +121,85 @@ def _explained_memory() -> Iterator[None]:
         ) from error
 
 
-def _build(
-    source: ModelSource, dtype: torch.dtype, target: Target, writer: ArtifactWriter, phases: Phases
-) -> Manifest:
+def _build(job: _Job) -> Manifest:
+    phases = job.phases
     with phases("trace"):
-        imported = import_model(source.config, dtype)
+        imported = import_model(job.source.config, job.dtype)
         for notice in imported.notices:
             logger.warning("%s", notice)
-    with phases("account for the weights"):
-        checkpoint = open_weights(source, imported.model)
-        account(imported.model, checkpoint)
-        weights = BoundWeights(checkpoint, imported.buffers)
-    with phases("compare with Hugging Face"):
-        check = check_trace(imported, source.config, dtype, checkpoint)
-        writer.write_text("tests/golden.json", _golden(check))
-        release_memory()
+    weights = _weights(job, imported)
     graph = imported.graph
     with phases("rewrite"):
-        stages = run_pipeline(graph, max_position=imported.max_position)
-        _refuse_unpaged(graph, stages)
-        writer.write_stages(stages)
-    with phases("write kernels and weights"):
-        generated = generate(graph, target, writer.directory, weights)
-        write_model_files(source, writer.directory / "model")
-        release_memory()
-    with phases("check the program"):
-        manifest = writer.finish(
-            architecture=type(imported.model).__name__,
-            model_type=source.config.model_type,
-            target=target.name,
-            dtype=str(dtype).removeprefix("torch."),
-            vocab_size=graph.outputs[0].shape[-1],
-            max_position=imported.max_position,
-            kv_slots=generated.kv_slots,
-            source=source.name,
-            revision=source.revision,
-            producer=_producer(),
+        stages = run_pipeline(
+            graph, max_position=imported.max_position, target=job.targets.main.kind
         )
-        check_golden(Artifact.open(writer.directory))
+        _refuse_unpaged(graph, stages)
+        job.writer.write_stages(stages)
+    with phases("write kernels and weights"):
+        generated = generate(
+            graph,
+            job.targets.main,
+            job.writer.directory,
+            weights,
+            without_checkpoint=not job.with_weights,
+        )
+        write_model_files(job.source, job.writer.directory / "model")
+        release_memory()
+    fields = _fields(job, imported, generated)
+    if job.targets.archs:
+        with phases("compile kernels"):
+            draft = job.writer.draft(**fields)
+            launches = record_program(job.writer.directory, draft)
+            folder = job.writer.directory / "kernels" / "bin"
+            write_binaries(launches, job.targets.archs, folder)
+    manifest = job.writer.finish(**fields)
+    with phases("check the program"):
+        _check(job, manifest)
     return manifest
+
+
+def _weights(job: _Job, imported: Imported) -> BoundWeights:
+    """The graph's weights, after Hugging Face's own run with them, which the graph must match."""
+    with job.phases("account for the weights"):
+        checkpoint = open_weights(job.source, imported.model)
+        account(imported.model, checkpoint)
+        weights = BoundWeights(checkpoint, imported.buffers)
+    if not job.with_weights:
+        return weights
+    with job.phases("compare with Hugging Face"):
+        check = check_trace(imported, job.source.config, job.dtype, checkpoint)
+        job.writer.write_text("tests/golden.json", _golden(check))
+        release_memory()
+    return weights
+
+
+def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, Any]:
+    """What the manifest says besides its files."""
+    return {
+        "architecture": type(imported.model).__name__,
+        "model_type": job.source.config.model_type,
+        "target": job.targets.main.name,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "vocab_size": imported.graph.outputs[0].shape[-1],
+        "max_position": imported.max_position,
+        "kv_slots": generated.kv_slots,
+        "source": job.source.name,
+        "revision": job.source.revision,
+        "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),
+    }
+
+
+def _check(job: _Job, manifest: Manifest) -> None:
+    """Run the finished program, where there is a device for it and there are weights."""
+    if not job.with_weights:
+        return
+    if job.targets.main.kind == "cuda" and not torch.cuda.is_available():
+        logger.warning(
+            "the program was not run: this machine has no GPU; run `octavo check %s` on one",
+            job.writer.output,
+        )
+        return
+    check_golden(Artifact.open(job.writer.directory))
 
 
 def _golden(check: TraceCheck) -> str:
@@ -164,7 +225,7 @@ def _refuse_unpaged(graph: Graph, stages: list[Stage]) -> None:
     raise RefusedArchitecture(f"its attention cannot use a paged cache: {stage.summary}")
 
 
-def _producer() -> dict[str, str]:
-    packages = ("torch", "transformers")
+def _producer(uses_triton: bool) -> dict[str, str]:
+    packages = ("torch", "transformers", *(("triton",) if uses_triton else ()))
     versions = {name: importlib.metadata.version(name) for name in packages}
     return {"octavo": octavo.__version__, **versions}

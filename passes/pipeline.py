@@ -24,7 +24,7 @@ from octavo.passes.base import (
     summarize,
 )
 
-PIPELINE: tuple[str, ...] = (
+_COMMON: tuple[str, ...] = (
     # The trace repeats itself (a cast, a mask, a view for each layer): fewer shapes to match later.
     "clean",
     # Sequences lie end to end, so the traced batch of one is noise in every shape after it.
@@ -52,6 +52,10 @@ PIPELINE: tuple[str, ...] = (
     "clean",
     # Before the fusions: one product then feeds the rotation and the gated activation.
     "merge-linears",
+)
+
+PIPELINE: tuple[str, ...] = (
+    *_COMMON,
     # Before the targets see a norm: the sum it reads is then read once.
     "fuse-add-norm",
     # After cleaning: rotary and write then stand next to each other, with no transpose between.
@@ -59,6 +63,31 @@ PIPELINE: tuple[str, ...] = (
     # Splits and views that the fusions left.
     "clean",
 )
+
+# GPU kernels have prologues and epilogues of their own, so what stands around a product goes there.
+CUDA_PIPELINE: tuple[str, ...] = (
+    *_COMMON,
+    # Before the last norm is looked at: it then reads the rows alone, and a linear reads it.
+    "gather-before-norm",
+    # Before fuse-norm-linear, which takes in norms that have no weight.
+    "fold-norm-weight",
+    # Before fuse-add-norm: a residual add costs nothing in the epilogue of the product before it.
+    "fuse-linear-add",
+    "fuse-norm-linear",
+    "fuse-gated-linear",
+    "fuse-linear-cast",
+    # After them: now the ops that make the stream and those that normalise it are known.
+    "emit-sumsq",
+    # The norms that are left: with a bias, after the product, of a tied head.
+    "fuse-add-norm",
+    "fuse-rotary-kv-write",
+    # After it: one op of both is left to fuse with the attention.
+    "fuse-rotary-attention",
+    # Splits and views that the fusions left.
+    "clean",
+)
+
+PIPELINES = {"cpu": PIPELINE, "cuda": CUDA_PIPELINE}
 
 
 @dataclass(frozen=True)
@@ -87,16 +116,18 @@ def run_pipeline(
     graph: Graph,
     *,
     max_position: int,
+    target: str = "cpu",
     on_stage: Callable[[Stage], None] | None = None,
-    passes: Sequence[str] = PIPELINE,
+    passes: Sequence[str] | None = None,
 ) -> list[Stage]:
     """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
 
+    ``target`` is a kind, cpu or cuda, and names the pipeline where ``passes`` does not.
     ``on_stage`` sees each stage while the graph is in that state. Raises VerifyError, naming the
     pass, when a pass leaves a graph that breaks a rule.
     """
     context = PassContext(max_position)
-    functions = [(name, find_pass(name)) for name in passes]
+    functions = [(name, find_pass(name)) for name in passes or PIPELINES[target]]
     verify(graph)
     stages = [_stage(graph, 0, "import", 0, Report(context), 0.0)]
     for name, function in functions:

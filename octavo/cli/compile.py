@@ -29,13 +29,23 @@ def compile_command(
         typer.Option(help="What the model computes in; auto suits the target."),
     ] = "auto",
     target: Annotated[
-        Literal["auto", "cpu"],
-        typer.Option(help="What kernels are made for; auto looks at this machine."),
+        str,
+        typer.Option(
+            help="What kernels are made for: cpu, cuda (this machine's GPU), cuda:sm_90 ..., "
+            "several with commas; auto looks at this machine. No GPU is needed."
+        ),
     ] = "auto",
     random_weights: Annotated[
         int | None,
         typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
     ] = None,
+    with_weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights/--no-weights",
+            help="Without: store shapes only, for benchmarks with --load-format dummy.",
+        ),
+    ] = True,
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")
     ] = None,
@@ -53,6 +63,7 @@ def compile_command(
             dtype=dtype,
             target=target,
             random_weights=random_weights,
+            with_weights=with_weights,
             revision=revision,
             force=force,
         )
