@@ -8,6 +8,7 @@ from octavo.ir.ops import (
     linear,
     norm,
     paged,
+    pointwise,
     rotary,
     shape,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "norm",
     "op_def",
     "paged",
+    "pointwise",
     "registered_ops",
     "resolve",
     "rotary",
