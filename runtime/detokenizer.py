@@ -60,6 +60,11 @@ class IncrementalDetokenizer:
         self._read_text = self._decoder.decode(self._window)
         return piece
 
+    def hold(self, token_id: int) -> None:
+        """Take a token whose text is not wanted before ``flush``: that is one decode for all."""
+        if token_id not in self._skipped:
+            self._window.append(token_id)
+
     def flush(self) -> str:
         """What is still held back: the tokens have ended, so nothing can complete it."""
         text = self._decoder.decode(self._window)

@@ -51,6 +51,8 @@ class OutputProcessor:
         self._stops = StopStrings(
             tuple(params.stop or ()), include_in_output=params.include_stop_str_in_output
         )
+        # Text that nobody sees before the end, nor searches, is made at the end.
+        self._is_text_deferred = kind == "final" and not params.stop
         self._text = ""
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
@@ -61,7 +63,8 @@ class OutputProcessor:
     def banned_token_ids(self) -> tuple[int, ...]:
         """Tokens that would end the request too early, were they the next after the pending one."""
         request = self.request
-        if request.num_output_tokens + request.num_pending >= request.params.min_tokens:
+        wanted = request.params.min_tokens
+        if wanted == 0 or request.num_output_tokens + request.num_pending >= wanted:
             return ()
         return tuple(sorted(self._eos_token_ids | self._stop_token_ids))
 
@@ -72,12 +75,15 @@ class OutputProcessor:
         if sampled.logprobs is not None:
             self._append_logprobs(sampled.token_id, sampled.logprobs)
         finish = self._finish_by_token(sampled.token_id)
-        is_shown = (
-            finish is None
-            or finish.reason == "length"
-            or self.request.params.include_stop_str_in_output
-        )
-        self._append_text(sampled.token_id if is_shown else None, is_last=finish is not None)
+        if self._detokenizer is not None:
+            is_shown = (
+                finish is None
+                or finish.reason == "length"
+                or self.request.params.include_stop_str_in_output
+            )
+            self._append_text(
+                self._detokenizer, sampled.token_id if is_shown else None, finish is not None
+            )
         if self._stops.matched is not None:
             finish = Finish("stop", self._stops.matched)
         if finish is not None:
@@ -86,6 +92,8 @@ class OutputProcessor:
     def end(self, finish: Finish, now: float) -> None:
         """Record why and when the request ended."""
         self.finish = finish
+        if self._is_text_deferred and self._detokenizer is not None:
+            self._text = self._detokenizer.flush()
         self.metrics.finished_time = now
         self.metrics.num_preemptions = self.request.num_preemptions
 
@@ -130,19 +138,22 @@ class OutputProcessor:
         )
 
     def _finish_by_token(self, token_id: int) -> Finish | None:
-        if self.request.num_output_tokens >= self.request.params.min_tokens:
-            if token_id in self._eos_token_ids:
-                return Finish("stop")
-            if token_id in self._stop_token_ids:
-                return Finish("stop", token_id)
+        is_end = token_id in self._eos_token_ids
+        if is_end or token_id in self._stop_token_ids:
+            if self.request.num_output_tokens >= self.request.params.min_tokens:
+                return Finish("stop", None if is_end else token_id)
         return Finish("length") if self.request.is_at_limit else None
 
-    def _append_text(self, token_id: int | None, *, is_last: bool) -> None:
-        if self._detokenizer is None:
+    def _append_text(
+        self, detokenizer: IncrementalDetokenizer, token_id: int | None, is_last: bool
+    ) -> None:
+        if self._is_text_deferred:
+            if token_id is not None:
+                detokenizer.hold(token_id)
             return
-        piece = "" if token_id is None else self._detokenizer.add(token_id)
+        piece = "" if token_id is None else detokenizer.add(token_id)
         if is_last:
-            piece += self._detokenizer.flush()
+            piece += detokenizer.flush()
         if self.request.num_output_tokens < self.request.params.min_tokens:
             self._text += piece  # too early for a stop string
             return

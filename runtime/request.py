@@ -21,7 +21,8 @@ class Request:
     ``token_ids`` is the prompt and then the output. The first ``num_computed_tokens`` have their K
     and V in the cache, or will have when the steps that are launched have run; the rest is to do,
     whether it is a prompt or the last sampled token. ``num_pending`` is 1 while a launched step
-    samples the next token, in row ``source_row`` of that step's tokens.
+    samples the next token, in row ``source_row`` of that step's tokens. ``num_slots`` tokens have
+    room in its blocks.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Request:
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_slots",
         "params",
         "request_id",
         "seed",
@@ -59,6 +61,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.source_row = 0
+        self.num_slots = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         wanted = max_model_len if params.max_tokens is None else params.max_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from octavo.runtime.sampling_filters import filter_logits
 from octavo.runtime.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """What one row of logits is sampled by.
 
     ``seed``, ``stream`` and ``position`` key its draw; ``banned_token_ids`` cannot be chosen.
+    A tuple rather than a dataclass, as SampledToken: 256 are made a step.
     """
 
     params: SamplingParams
@@ -37,8 +38,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A row's token. ``error`` says why there is none."""
 
     token_id: int

@@ -165,7 +165,20 @@ class Scheduler:
         has ended since, and whose row was computed for nothing, does not.
         """
         sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
-        return [_give(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
+        taken = []
+        for (request, start, num_tokens, *_), token in zip(sampled, tokens, strict=True):
+            # An interrupt between a step's launch and its `begin` makes the next one compute the
+            # same token again: the place in the context says which of them the request has.
+            is_taken = (
+                request.status is not RequestStatus.FINISHED
+                and len(request.token_ids) == start + num_tokens
+            )
+            taken.append(is_taken)
+            if is_taken:
+                request.num_pending = max(0, request.num_pending - 1)
+                if token is not None:
+                    request.token_ids.append(token)
+        return taken
 
     def _continue_running(self, draft: _Draft) -> None:
         decodes: list[Request] = []
@@ -176,10 +189,16 @@ class Scheduler:
                 continue  # its last token is being sampled
             is_decode = num_tokens - request.num_computed_tokens == 1
             (decodes if is_decode else prefills).append(request)
-        for request in (*decodes, *prefills):
+        for request in decodes:
             if draft.budget == 0:
                 return
-            if request.status is RequestStatus.RUNNING and self._make_room(request, draft):
+            if self._has_room(request, draft):
+                draft.chunks[request.request_id] = request, 1
+                draft.budget -= 1
+        for request in prefills:
+            if draft.budget == 0:
+                return
+            if self._has_room(request, draft):
                 draft.place(request, self._chunk(request, draft.budget))
 
     def _admit_waiting(self, draft: _Draft) -> None:
@@ -191,9 +210,7 @@ class Scheduler:
             if not self.blocks.can_allocate(request.request_id, request.num_tokens, keep_free):
                 return  # nobody overtakes
             self.waiting.popleft()
-            self.blocks.allocate(
-                request.request_id, request.num_tokens, expected_tokens=request.max_total_tokens
-            )
+            self._allocate(request, request.num_tokens)
             request.status = RequestStatus.RUNNING
             self.running[request.request_id] = request
             draft.place(request, self._chunk(request, draft.budget))
@@ -203,18 +220,26 @@ class Scheduler:
         cap = self.config.long_prefill_token_threshold or missing
         return min(missing, budget, cap)
 
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
-        """Reserve blocks for all its tokens; False when the request itself had to yield."""
+    def _has_room(self, request: Request, draft: _Draft) -> bool:
+        """Reserve blocks for all its tokens; False when it had to yield, now or to one before."""
+        if request.status is not RequestStatus.RUNNING:
+            return False
         num_tokens = len(request.token_ids) + request.num_pending
-        if self.blocks.num_missing(request.request_id, num_tokens) == 0:
+        if num_tokens <= request.num_slots:
             return True  # nearly always: a block lasts for many steps
         while not self.blocks.can_allocate(request.request_id, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim, draft)
             if victim is request:
                 return False
-        self.blocks.allocate(request.request_id, num_tokens)
+        self._allocate(request, num_tokens)
         return True
+
+    def _allocate(self, request: Request, num_tokens: int) -> None:
+        self.blocks.allocate(
+            request.request_id, num_tokens, expected_tokens=request.max_total_tokens
+        )
+        request.num_slots = self.blocks.blocks_for(num_tokens) * self.blocks.block_size
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
         """Take a request's blocks. A token that is being sampled for it still reaches it."""
@@ -222,20 +247,7 @@ class Scheduler:
         draft.withdraw(victim)
         self.blocks.free(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = 0
+        victim.num_computed_tokens = victim.num_slots = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
-
-
-def _give(sequence: ScheduledSequence, token: int | None) -> bool:
-    request, start, num_tokens, *_ = sequence
-    # An interrupt between a step's launch and its `begin` makes the next one compute the same
-    # token again; the place in the context says which of them the request has already.
-    is_next = len(request.token_ids) == start + num_tokens
-    if request.status is RequestStatus.FINISHED or not is_next:
-        return False
-    request.num_pending = max(0, request.num_pending - 1)
-    if token is not None:
-        request.token_ids.append(token)
-    return True
