@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from octavo.codegen.kernels import Kernel
+from octavo.codegen.pointwise import pointwise_kernel
 from octavo.codegen.target import Target
 from octavo.ir.types import DTYPES, TensorType
 
@@ -65,6 +66,7 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     made.globals["torch_dtype"] = lambda name: str(DTYPES[name])
+    made.globals["pointwise_kernel"] = pointwise_kernel
     return made
 
 
