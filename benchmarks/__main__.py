@@ -18,11 +18,12 @@ import torch
 import transformers
 
 import octavo
-from benchmarks import hugging_face, machine, report, workload
-from benchmarks.workload import Job
+from benchmarks import report
+from octavo.bench import hf_baseline, workload
+from octavo.bench.roofline import matmul_rate, read_bandwidth
+from octavo.bench.timeline import run
 from octavo.compile import compile_model
 from octavo.runtime.llm import LLM
-from octavo.runtime.sampling_params import SamplingParams
 
 TARGETS = {
     ("single", "hugging face"): 1.1,
@@ -58,39 +59,27 @@ def _options() -> argparse.Namespace:
 
 def _measure(options: argparse.Namespace, artifact: Path) -> report.Results:
     llm = LLM(str(artifact), max_num_seqs=16)
-    model = hugging_face.load(options.model, getattr(torch, options.dtype))
+    model = hf_baseline.load(options.model, getattr(torch, options.dtype))
     single = workload.single(llm.vocab_size)
     mixed = workload.mixed(llm.vocab_size)
-    runs: dict[tuple[str, str], Callable[[], None]] = {
-        ("single", "octavo"): lambda: _octavo(llm, single),
-        ("single", "hugging face"): lambda: hugging_face.one_by_one(model, single),
-        ("mixed", "octavo"): lambda: _octavo(llm, mixed),
-        ("mixed", "hugging face, one by one"): lambda: hugging_face.one_by_one(model, mixed),
-        ("mixed", "hugging face, padded batch"): lambda: hugging_face.padded_batch(model, mixed),
+    runs: dict[tuple[str, str], Callable[[], object]] = {
+        ("single", "octavo"): lambda: run(llm.engine, single),
+        ("single", "hugging face"): lambda: hf_baseline.one_by_one(model, single),
+        ("mixed", "octavo"): lambda: run(llm.engine, mixed),
+        ("mixed", "hugging face, one by one"): lambda: hf_baseline.one_by_one(model, mixed),
+        ("mixed", "hugging face, padded batch"): lambda: hf_baseline.padded_batch(model, mixed),
     }
     jobs = {"single": single, "mixed": mixed}
     rates: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    _octavo(llm, single)  # warm-up of both engines
-    hugging_face.one_by_one(model, single)
+    run(llm.engine, single)  # warm-up of both engines
+    hf_baseline.one_by_one(model, single)
     for _ in range(options.repeats):
-        for key, run in runs.items():
+        for key, once in runs.items():
             tokens = sum(job.new_tokens for job in jobs[key[0]])
             start = time.perf_counter()
-            run()
+            once()
             rates[key].append(tokens / (time.perf_counter() - start))
     return _results(options, artifact, rates)
-
-
-def _octavo(llm: LLM, jobs: list[Job]) -> None:
-    params = [
-        SamplingParams(
-            temperature=0.0, max_tokens=job.new_tokens, ignore_eos=True, detokenize=False
-        )
-        for job in jobs
-    ]
-    outputs = llm.generate([job.prompt for job in jobs], params, use_tqdm=False)
-    got = [len(output.outputs[0].token_ids) for output in outputs]
-    assert got == [job.new_tokens for job in jobs]
 
 
 def _results(
@@ -106,8 +95,8 @@ def _results(
         dtype=options.dtype,
         threads=options.threads,
         versions={m.__name__: m.__version__ for m in (octavo, torch, transformers)},
-        read_bandwidth=machine.read_bandwidth(),
-        matmul_rate=machine.matmul_rate(),
+        read_bandwidth=read_bandwidth(),
+        matmul_rate=matmul_rate(),
         weight_bytes=sum(p.stat().st_size for p in (artifact / "weights").glob("*.safetensors")),
         figures=figures,
         ratios=[

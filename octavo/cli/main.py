@@ -10,6 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 import octavo
+from octavo.cli.bench import bench
 from octavo.cli.chat import chat
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
@@ -69,6 +70,12 @@ app.command(
     epilog="Examples:\n\noctavo inspect smollm2\n\noctavo inspect smollm2 --stage import\n\n"
     "octavo inspect smollm2 --diff 0 1",
 )(inspect)
+app.command(
+    "bench",
+    epilog="Examples:\n\noctavo bench smollm2 --batch-size 1,4,8,16 --output results.json\n\n"
+    "octavo bench smollm2 --prefill 4x256 --startup\n\n"
+    "octavo bench config.json --load-format dummy --requests requests.json",
+)(bench)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""What ``octavo bench`` measures, how, and against what."""
