@@ -29,6 +29,15 @@ ROW_KERNEL: dict[torch.dtype, float] = {
     torch.float16: 2.0**-11 * 2**2,
 }
 
+# A linear in float32 with what is fused around it, for normal x and weights of variance 1 / K. Its
+# result rounds once, and is up to 4 in size next to a scale of 1: a few u. Above 64 rows the normed
+# rows, and gate and up, round as well: x by u each, averaged out in the sum, then u of each factor.
+LINEAR_KERNEL: dict[torch.dtype, float] = {
+    torch.float32: 2.0**-24 * 2**6,
+    torch.bfloat16: 2.0**-9 * 2**3,
+    torch.float16: 2.0**-11 * 2**3,
+}
+
 # The same in float32 for a model of 30 layers of hidden size 576: sums of up to 1536 terms err like
 # sqrt(1536) u = 39 u, and 120 such results follow one another, which add up like their root, 11.
 DEEP_REWRITE = 2.0**-24 * 2**9
