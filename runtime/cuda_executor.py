@@ -22,6 +22,7 @@ from octavo.runtime.cuda_graphs import (
     warm_up_batch,
 )
 from octavo.runtime.executor import PendingStep
+from octavo.runtime.memory_plan import MemoryUse
 from octavo.runtime.sampler import SampleRow
 from octavo.runtime.step_inputs import (
     SampleColumns,
@@ -71,7 +72,8 @@ class CudaExecutor:
 
     A step is: one copy of its inputs from pinned memory, one graph (or its kernels one by one),
     filters for the rows that ask for them, and one copy of the tokens back. The host waits only in
-    ``PendingStep.result``. All of it is on one stream, so steps need no other order.
+    ``PendingStep.result``. All of it is on one stream, so steps need no other order. ``captured``
+    and ``memory`` say what its graphs and the load took.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class CudaExecutor:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """``make_sampler`` is given the program and where the sampled tokens go."""
+        self.kv_caches = kv_caches
+        self.captured: CaptureReport | None = None
+        self.memory: MemoryUse | None = None
         self._stream = stream
         self._inputs = inputs
         self._sizes: GraphSizes | None = None
@@ -113,6 +118,7 @@ class CudaExecutor:
             graphs, report = capture_all(sizes, capture or CudaCapture(), run_of, used_bytes)
         self._steps = {size: (steps[size], graph) for size, graph in graphs.items()}
         self._sizes = sizes
+        self.captured = report
         return report
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:

@@ -63,6 +63,18 @@ class MemoryPlan:
         return "\n".join(f"  {name:<40}{size / GIB:8.2f} GiB" for name, size in rows)
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """What was planned and, after the load, what was taken of it."""
+
+    plan: MemoryPlan
+    used: int
+
+    def __str__(self) -> str:
+        used, planned = self.used / GIB, self.plan.planned / GIB
+        return f"GPU memory taken: {used:.2f} GiB of {planned:.2f} planned"
+
+
 def plan_memory(
     free: int,
     total: int,
