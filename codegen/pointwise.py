@@ -7,13 +7,13 @@ and truth values stay what they are. templates/triton/pointwise.py.j2 puts these
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.ir.ops.pointwise import FLOATS, REDUCTIONS, result_type, tile_shape
 from octavo.ir.pointwise_expr import evaluate, parse_expression
-from octavo.ir.types import Dim, TensorType
+from octavo.ir.types import Dim, SymDim, TensorType, dim_at
 
 _TRITON = {"f32": "tl.float32", "i64": "tl.int64", "i32": "tl.int32", "bool": "tl.int1"}
 
@@ -166,7 +166,7 @@ def pointwise_kernel(
         width=width,
         out_width=out_width,
         holds_rows=any(op in expr for op in REDUCTIONS),
-        row_bytes=sum(_row_bytes(each) for each in (*operands, result)),
+        row_bytes=_row_bytes((*operands, result), tile),
     )
     values = [
         Term(operand.name, _kernel_dtype(each), each)
@@ -347,8 +347,9 @@ def _operand(index: int, tensor: TensorType, tile: tuple[Dim, ...]) -> Operand:
     )
 
 
-def _row_bytes(tensor: TensorType) -> int:
-    """Bytes for each unit of the first dim; what all rows share counts for nothing."""
-    if not tensor.shape or isinstance(tensor.shape[0], int):
-        return 0
-    return math.prod(int(dim) for dim in tensor.shape[1:]) * tensor.torch_dtype.itemsize  # type: ignore[arg-type]
+def _row_bytes(tensors: Iterable[TensorType], tile: tuple[Dim, ...]) -> int:
+    """Bytes for each row of the tile; what all tokens share stays in the cache."""
+    growing = [each for each in tensors if each.shape and isinstance(each.shape[0], SymDim)]
+    sizes = {tile[0].symbol: 1} if isinstance(tile[0], SymDim) else {}
+    num_rows = math.prod(dim_at(dim, sizes) for dim in tile[:-1])
+    return sum(each.num_bytes(sizes) for each in growing) // num_rows

@@ -29,15 +29,16 @@ _OWN_KERNEL = frozenset(("gated_activation", "softcap"))
 @register_pass("fuse-pointwise")
 def fuse_pointwise(graph: Graph, report: Report) -> int:
     """Fuse maximal groups of element-wise ops, from the last to the first."""
-    free = {node for node in graph.nodes if _is_candidate(node, report)}
+    candidates = {node for node in graph.nodes if _is_candidate(node, report)}
+    free = set(candidates)
     groups: list[list[Node]] = []
-    for node in reversed(graph.nodes):
-        if node in free:
-            group = _grown(graph, node, free)
-            free -= group
-            groups.append([each for each in graph.nodes if each in group])
+    for root in reversed(graph.nodes):
+        if root in free:
+            members = _grown(graph, root, free)
+            free -= members
+            groups.append([node for node in graph.nodes if node in members])
     for group in reversed(groups):
-        _report_outside(graph, group, report)
+        _report_outside(graph, group, candidates, report)
     fused = [group for group in groups if len(group) > 1 or group[0].op not in _OWN_KERNEL]
     for group in fused:
         _fuse(graph, group)
@@ -112,10 +113,10 @@ def _why_outside(graph: Graph, maker: Node, group: Iterable[Node]) -> str | None
     return _misfit([*group, maker])
 
 
-def _report_outside(graph: Graph, group: list[Node], report: Report) -> None:
+def _report_outside(graph: Graph, group: list[Node], candidates: set[Node], report: Report) -> None:
     for maker in dict.fromkeys(_makers(group)):
-        if has_kernel(maker.op):
-            report.missed(maker, _why_outside(graph, maker, group) or "no kernel takes it")
+        if maker in candidates and (reason := _why_outside(graph, maker, group)):
+            report.missed(maker, reason)
 
 
 def _fuse(graph: Graph, group: list[Node]) -> None:

@@ -72,6 +72,7 @@ SAMPLES: list[tuple[str, list[str | None], dict[str, Any]]] = [
         {"slot": 1, "scale": 0.3, "window": 2},
     ),
     ("embedding_sumsq", ["i64[T]", "bf16[11, 128]"], {}),
+    ("pointwise", ["bf16[T, 64]", "f32[T, 1]"], {"expr": "t0 = mul(a0, a1); mul(t0, tanh(t0))"}),
     ("fused_linear", ["bf16[T, 64]", "bf16[6, 64]"], {"out_dtype": "f32"}),
     (
         "fused_linear",
