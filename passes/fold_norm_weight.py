@@ -14,9 +14,6 @@ from octavo.passes.fused_linear import LINEARS, has_part
 @register_pass("fold-norm-weight")
 def fold_norm_weight(graph: Graph, report: Report) -> int:
     """Fold each weight that only linears see, where no other node of the step reads theirs."""
-    fused = graph.find("add_rms_norm")
-    for node in fused:
-        report.missed(node, "its add does not come from a linear, so the norm stays a kernel")
     return sum(_fold(graph, node, report) for node in graph.find("rms_norm"))
 
 
@@ -48,7 +45,7 @@ def _why_not(graph: Graph, norm: Node, weight: Value) -> str | None:
     for node in readers:
         is_factor = node.op in LINEARS and node.operand(0) is norm.output
         if not is_factor or has_part(node, "norm_eps"):
-            return f"it is read by a {node.op}, {node.outputs[0]}"
+            return f"it is read by {node.outputs[0]} ({node.op})"
         if norm.output in node.inputs[1:] or not node.operand(1).is_weight:
             return f"{node.outputs[0]} multiplies by an activation"
         others = [user for user in graph.users(node.operand(1)) if user is not node]
@@ -67,9 +64,11 @@ def _scale(graph: Graph, weight: Value, offset: float) -> Value:
 
 
 def _scaled(graph: Graph, weight: Value, scale: Value) -> Value:
-    name = f"{weight.name}.folded"
     wide = _cast(graph, weight, scale.dtype, f"{weight.name}.f32")
-    return _cast(graph, graph.constant("mul", wide, scale, name=name), weight.dtype, name)
+    is_wide = wide is weight
+    name = f"{weight.name}.folded"
+    product = graph.constant("mul", wide, scale, name=name if is_wide else f"{weight.name}.scaled")
+    return _cast(graph, product, weight.dtype, name)
 
 
 def _cast(graph: Graph, value: Value, dtype: str, name: str) -> Value:

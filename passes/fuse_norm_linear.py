@@ -26,7 +26,7 @@ def _fuse(graph: Graph, norm: Node, report: Report) -> bool:
         return report.missed(norm, "it is a result of the graph")
     for node in linears:
         if node.op not in LINEARS or has_part(node, "norm_eps"):
-            return report.missed(norm, f"it is read by a {node.op}, {node.outputs[0]}")
+            return report.missed(norm, f"it is read by {node.outputs[0]} ({node.op})")
         if norm.output in node.inputs[1:] or not node.operand(1).is_weight:
             return report.missed(norm, f"{node.outputs[0]} reads it as more than x")
     for linear in linears:

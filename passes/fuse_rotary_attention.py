@@ -96,8 +96,7 @@ def _why_apart(graph: Graph, norms: list[Node]) -> str | None:
         return "the heads of q and k are normalised in different ways"
     if any(graph.sole_user(node.output) is None for node in norms):
         return "the normalised heads are also read elsewhere"
-    if any(
-        weight.tensor.rank != 1 or not weight.is_weight for n in norms for weight in n.operands[1:]
-    ):
+    weights = [weight for node in norms for weight in node.operands[1:]]
+    if any(weight.tensor.rank != 1 or not weight.is_weight for weight in weights):
         return "each head has a weight of its own"
     return None

@@ -17,8 +17,6 @@ def gather_before_norm(graph: Graph, report: Report) -> int:
 
 def _swap(graph: Graph, gather: Node, report: Report) -> bool:
     norm = gather.operand(0).producer
-    if norm is not None and norm.op in ("add_rms_norm", "add_layer_norm"):
-        return report.missed(gather, "its norm is fused with an add, which needs all rows")
     if norm is None or norm.op not in ("rms_norm", "layer_norm"):
         # Where there is no norm, the rows have been gathered already.
         return False
