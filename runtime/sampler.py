@@ -46,6 +46,9 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
+NOT_FINITE = "the model's logits are not finite"
+
+
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Choose a token for each row of ``f32[R, vocab]``; the logits are left as they were.
 
@@ -64,12 +67,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         logprobs = _logprobs(logits, token_ids, rows)
         faults = (~torch.isfinite(best)).tolist()
     return [
-        SampledToken(token_id, row_logprobs, _NOT_FINITE if is_fault else None)
+        SampledToken(token_id, row_logprobs, NOT_FINITE if is_fault else None)
         for token_id, row_logprobs, is_fault in zip(token_ids, logprobs, faults, strict=True)
     ]
-
-
-_NOT_FINITE = "the model's logits are not finite"
 
 
 def _ban(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -114,22 +114,55 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 def _logprobs(
     logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]
 ) -> list[TokenLogprobs | None]:
-    """Of the raw distribution, before bans, temperature and filters, as vLLM reports them."""
     found: list[TokenLogprobs | None] = [None] * len(rows)
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not asked:
-        return found
-    values = torch.log_softmax(logits[asked], dim=-1, dtype=torch.float32)
-    vocab_size = values.shape[-1]
-    counts = [_num_top(rows[i].params.logprobs, vocab_size) for i in asked]
-    chosen_ids = torch.tensor([token_ids[i] for i in asked], device=values.device)
+    counts = logprob_counts(rows, logits.shape[-1])
+    if counts:
+        asked = list(counts)
+        chosen_ids = torch.tensor([token_ids[i] for i in asked], device=logits.device)
+        tensors = raw_logprobs(logits[asked], chosen_ids, max(counts.values()))
+        for i, row_logprobs in zip(asked, tensors.rows(list(counts.values())), strict=True):
+            found[i] = row_logprobs
+    return found
+
+
+def logprob_counts(rows: Sequence[SampleRow], vocab_size: int) -> dict[int, int]:
+    """For each row that asks for log-probabilities: how many of the best tokens it wants."""
+    return {
+        i: _num_top(row.params.logprobs, vocab_size)
+        for i, row in enumerate(rows)
+        if row.params.logprobs is not None
+    }
+
+
+@dataclass(frozen=True)
+class LogprobTensors:
+    """What TokenLogprobs are made of, for A rows, on the device or copied from it."""
+
+    chosen: Tensor  # f32[A]
+    chosen_rank: Tensor  # i64[A], from 1
+    top_token_ids: Tensor  # i64[A, N]
+    top_logprobs: Tensor  # f32[A, N]
+
+    def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
+        """For each row its first ``counts[i]`` tokens. Waits for the device."""
+        chosen, ranks = self.chosen.tolist(), self.chosen_rank.tolist()
+        columns = (chosen, ranks, self.top_token_ids.tolist(), self.top_logprobs.tolist(), counts)
+        return [
+            TokenLogprobs(value, rank, tuple(ids[:count]), tuple(tops[:count]))
+            for value, rank, ids, tops, count in zip(*columns, strict=True)
+        ]
+
+
+def raw_logprobs(logits: Tensor, chosen_ids: Tensor, num_top: int) -> LogprobTensors:
+    """Of the raw distribution, before bans, temperature and filters, as vLLM reports them.
+
+    ``logits`` are ``f32[A, vocab]``, ``chosen_ids`` ``i64[A]``. Nothing here waits for the device.
+    """
+    values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     chosen = values.gather(1, chosen_ids[:, None])
     ranks = (values > chosen).sum(dim=-1) + 1
-    top_values, top_ids = values.topk(max(counts), dim=-1)
-    columns = (asked, counts, chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist())
-    for i, count, value, rank, ids, tops in zip(*columns, top_values.tolist(), strict=True):
-        found[i] = TokenLogprobs(value, rank, tuple(ids[:count]), tuple(tops[:count]))
-    return found
+    top_values, top_ids = values.topk(num_top, dim=-1)
+    return LogprobTensors(chosen[:, 0], ranks, top_ids, top_values)
 
 
 def _num_top(wanted: int | None, vocab_size: int) -> int:

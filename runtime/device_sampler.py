@@ -1,0 +1,265 @@
+"""Sampling on the device that the logits are on: a step's tokens never wait for the host.
+
+The kernel of the artifact (templates/triton/sample.py.j2) draws the tokens. Bans and
+log-probabilities, which few rows ask for, are PyTorch's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.runtime.sampler import (
+    NOT_FINITE,
+    LogprobTensors,
+    SampledToken,
+    SampleRow,
+    TokenLogprobs,
+    logprob_counts,
+    raw_logprobs,
+)
+from octavo.runtime.step_inputs import SampleTensors
+
+if TYPE_CHECKING:
+    from octavo.runtime.kernel import Workspace
+
+
+class SampleModule(Protocol):
+    """An artifact's sampling kernel, ``Program.sampler``."""
+
+    VOCAB_SIZE: int
+
+    def run(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        stream: Tensor,
+        position: Tensor,
+        *,
+        out: Tensor,
+        fault: Tensor,
+        has_filters: bool,
+        workspace: Workspace,
+    ) -> Tensor:
+        """See templates/triton/sample.py.j2."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """What R rows are sampled by, a column each."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.int64]
+    stream: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[SampleRow], padded: int | None = None) -> SampleInputs:
+        """The columns, continued to ``padded`` entries by greedy rows without filters."""
+        params = [row.params for row in rows]
+        # Greedy is 0 here, whatever tiny number it was.
+        temperature = [0.0 if p.is_greedy else p.temperature for p in params]
+        rest = max(0, (padded or 0) - len(rows))
+        return cls(
+            temperature=np.array(temperature + [0.0] * rest, dtype=np.float32),
+            top_k=np.array([min(p.top_k, _MOST) for p in params] + [0] * rest, dtype=np.int32),
+            top_p=np.array([p.top_p for p in params] + [1.0] * rest, dtype=np.float32),
+            min_p=np.array([p.min_p for p in params] + [0.0] * rest, dtype=np.float32),
+            seed=_words([row.seed for row in rows] + [0] * rest),
+            stream=_words([row.stream for row in rows] + [0] * rest),
+            position=_words([row.position for row in rows] + [0] * rest),
+        )
+
+
+_MOST = 2**31 - 1
+
+
+def _words(values: list[int]) -> NDArray[np.int64]:
+    """64 bits each, of numbers from -2**63 to 2**64 - 1."""
+    return np.array([value % 2**64 for value in values], dtype=np.uint64).view(np.int64)
+
+
+class PendingSample:
+    """A step's tokens on their way to the host."""
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        fault: Tensor,
+        counts: dict[int, int],
+        logprobs: LogprobTensors | None,
+    ) -> None:
+        """Start the copy of ``i64[R]``, ``i32[R]`` and the log-probabilities of rows ``counts``."""
+        self._tokens = _to_host(tokens)
+        self._fault = _to_host(fault)
+        self._counts = counts
+        self._logprobs = None
+        if logprobs is not None:
+            self._logprobs = LogprobTensors(*map(_to_host, _tensors(logprobs)))
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+        self._result: list[SampledToken] | None = None
+
+    def result(self) -> list[SampledToken]:
+        """The tokens, waited for; the same list when asked again."""
+        if self._result is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> list[SampledToken]:
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._logprobs is not None:
+            found = self._logprobs.rows(list(self._counts.values()))
+            logprobs = dict(zip(self._counts, found, strict=True))
+        return [
+            SampledToken(token_id, logprobs.get(i), NOT_FINITE if is_fault else None)
+            for i, (token_id, is_fault) in enumerate(
+                zip(self._tokens.tolist(), self._fault.tolist(), strict=True)
+            )
+        ]
+
+
+class DeviceSampler:
+    """Chooses tokens for the rows of a step into ``tokens``, in two parts.
+
+    ``sample`` is a fixed sequence of kernels, for CUDA graphs, that treats all rows as unfiltered;
+    ``finish`` chooses again where a row has filters or bans, which only the host knows.
+    """
+
+    def __init__(self, module: SampleModule, workspace: Workspace, tokens: Tensor) -> None:
+        """``tokens`` is ``i64[max_rows]`` on the device."""
+        self.tokens = tokens
+        self._module = module
+        self._workspace = workspace
+        self._fault = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
+        self._banned = torch.full((), -torch.inf, device=tokens.device)
+
+    def columns(self, rows: Sequence[SampleRow], padded: int) -> SampleInputs:
+        """The parameters of rows as arrays of ``padded`` entries."""
+        return SampleInputs.from_rows(rows, padded)
+
+    def sample(
+        self, logits: Tensor, sampling: SampleTensors, *, has_filters: bool = False
+    ) -> Tensor:
+        """A token for each row of ``f32[R, vocab]``: the first R of ``tokens``."""
+        num_rows = len(logits)
+        return self._run(
+            logits, sampling, self.tokens[:num_rows], self._fault[:num_rows], has_filters
+        )
+
+    def finish(
+        self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]
+    ) -> PendingSample:
+        """After ``sample``: filters, bans, log-probabilities of rows, and the copy to the host.
+
+        ``logits`` and ``sampling`` may have padding after the rows. Nothing in here waits.
+        """
+        num_rows = len(rows)
+        logits, sampling = logits[:num_rows], _each(sampling, lambda column: column[:num_rows])
+        if any(_has_filters(row) for row in rows):
+            self.sample(logits, sampling, has_filters=True)
+        if any(row.banned_token_ids for row in rows):
+            self._sample_without_banned(logits, sampling, rows)
+        counts = logprob_counts(rows, self._module.VOCAB_SIZE)
+        logprobs = None
+        if counts:
+            asked = self._put(list(counts))
+            chosen_ids = self.tokens.index_select(0, asked)
+            logprobs = raw_logprobs(logits[asked], chosen_ids, max(counts.values()))
+        return PendingSample(self.tokens[:num_rows], self._fault[:num_rows], counts, logprobs)
+
+    def _sample_without_banned(
+        self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]
+    ) -> None:
+        """Choose again for the rows that have bans, from a copy of their logits."""
+        picked = [i for i, row in enumerate(rows) if row.banned_token_ids]
+        banned = [rows[i].banned_token_ids for i in picked]
+        columns = [token_id for token_ids in banned for token_id in token_ids]
+        places = [at for at, token_ids in enumerate(banned) for _ in token_ids]
+        index = self._put(picked)
+        allowed = logits.index_select(0, index)
+        allowed.index_put_((self._put(places), self._put(columns)), self._banned)
+        tokens, fault = torch.empty_like(index), torch.empty_like(index, dtype=torch.int32)
+        self._run(
+            allowed,
+            _each(sampling, lambda column: column.index_select(0, index)),
+            tokens,
+            fault,
+            any(_has_filters(rows[i]) for i in picked),
+        )
+        self.tokens.index_copy_(0, index, tokens)
+        self._fault.index_copy_(0, index, fault)
+
+    def _run(
+        self,
+        logits: Tensor,
+        sampling: SampleTensors,
+        tokens: Tensor,
+        fault: Tensor,
+        has_filters: bool,
+    ) -> Tensor:
+        s = sampling
+        return self._module.run(
+            logits,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            s.seed,
+            s.stream,
+            s.position,
+            out=tokens,
+            fault=fault,
+            has_filters=has_filters,
+            workspace=self._workspace,
+        )
+
+    def _put(self, values: list[int]) -> Tensor:
+        """``i64[N]`` on the device, copied from pinned memory: from other memory it would wait."""
+        is_cuda = self.tokens.is_cuda
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda)
+        return host.to(self.tokens.device, non_blocking=True)
+
+
+def make_sampler(program: Any, tokens: Tensor) -> DeviceSampler:
+    """The sampler of a program for a cuda target, into ``tokens``."""
+    return DeviceSampler(program.sampler, program.workspace, tokens)
+
+
+def _has_filters(row: SampleRow) -> bool:
+    params = row.params
+    has_any = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return has_any and not params.is_greedy
+
+
+def _each(sampling: SampleTensors, change: Callable[[Tensor], Tensor]) -> SampleTensors:
+    return SampleTensors(**{f.name: change(getattr(sampling, f.name)) for f in fields(sampling)})
+
+
+def _tensors(logprobs: LogprobTensors) -> tuple[Tensor, ...]:
+    return tuple(getattr(logprobs, f.name) for f in fields(logprobs))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there once the stream has come here."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
