@@ -55,14 +55,14 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> Batch:
         """The arrays of a plan, made before the next plan is."""
         sequences = plan.sequences
-        _, starts_, lengths_, _, sampled_, sources = zip(*sequences, strict=True)
+        _, starts_, lengths_, tables, sampled_, sources = zip(*sequences, strict=True)
         starts = np.array(starts_, dtype=np.int64)
         lengths = np.array(lengths_, dtype=np.int64)
         num_seqs = len(sequences)
         query_start = np.zeros(num_seqs + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start[1:])
         num_tokens = int(query_start[-1])
-        block_table = self._tables.gather(sequences)
+        block_table = self._tables.gather(tables)
         if num_tokens == num_seqs:
             owner, positions = np.arange(num_seqs), starts
         else:
@@ -98,9 +98,9 @@ def _ids(sequences: tuple[ScheduledSequence, ...], num_tokens: int) -> NDArray[n
 def _source_rows(
     sources: tuple[int | None, ...], query_start: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    pending = [i for i, source in enumerate(sources) if source is not None]
+    pending = {i: source for i, source in enumerate(sources) if source is not None}
     if not pending:
         return None
     rows = np.full(int(query_start[-1]), -1, dtype=np.int64)
-    rows[query_start[pending]] = [sources[i] for i in pending]
+    rows[query_start[list(pending)]] = list(pending.values())
     return rows

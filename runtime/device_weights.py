@@ -166,8 +166,11 @@ class _Reader:
         self._halves = [
             torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)
         ]
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
-        self._copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: list[torch.cuda.Event] = []
+        if is_cuda:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def read(self, piece: _Piece) -> None:
         self._halves.reverse()
@@ -185,7 +188,7 @@ class _Reader:
 
 
 def _read_into(piece: _Piece, half: Tensor) -> None:
-    view = memoryview(half.numpy())
+    view = half.numpy().data
     with piece.path.open("rb", buffering=0) as file:
         file.seek(piece.offset)
         done = 0

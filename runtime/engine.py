@@ -196,12 +196,13 @@ class Engine:
         self._last_finish = now
 
     def _row(self, request: Request) -> SampleRow:
+        params = request.params
         return SampleRow(
-            params=request.params,
-            seed=request.seed,
-            stream=request.stream,
-            position=request.num_tokens + request.num_pending,
-            banned_token_ids=self._live[request.request_id].banned_token_ids,
+            params,
+            request.seed,
+            request.stream,
+            len(request.token_ids) + request.num_pending,
+            self._live[request.request_id].banned_token_ids if params.min_tokens else (),
         )
 
     def _commit(self, request_id: str, token: SampledToken, now: float) -> RequestOutput | None:

@@ -63,8 +63,7 @@ class OutputProcessor:
     def banned_token_ids(self) -> tuple[int, ...]:
         """Tokens that would end the request too early, were they the next after the pending one."""
         request = self.request
-        wanted = request.params.min_tokens
-        if wanted == 0 or request.num_output_tokens + request.num_pending >= wanted:
+        if request.num_output_tokens + request.num_pending >= request.params.min_tokens:
             return ()
         return tuple(sorted(self._eos_token_ids | self._stop_token_ids))
 

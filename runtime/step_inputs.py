@@ -12,6 +12,7 @@ the packed rows are copied on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -108,7 +109,7 @@ def input_bytes(max_num_tokens: int, max_num_seqs: int, width: int) -> int:
     """Bytes on the device; one of the two pinned buffers has less."""
     largest = StepSize(max_num_tokens, max_num_seqs, max_num_seqs)
     table = max_num_seqs * width * 4
-    return max_num_seqs * 8 + _Layout.of(largest).num_bytes + 2 * table + max_num_tokens * 8
+    return max_num_seqs * 8 + _layout(largest).num_bytes + 2 * table + max_num_tokens * 8
 
 
 class _Layout(NamedTuple):
@@ -117,19 +118,20 @@ class _Layout(NamedTuple):
     places: dict[str, tuple[int, int]]
     num_bytes: int
 
-    @classmethod
-    def of(cls, size: StepSize) -> _Layout:
-        extents = {
-            "T": size.num_tokens,
-            "S": size.num_seqs,
-            "S+1": size.num_seqs + 1,
-            "R": size.num_rows,
-        }
-        places, offset = {}, 0
-        for name, dtype, symbol in _FIELDS:
-            places[name] = (offset, extents[symbol])
-            offset += -(-extents[symbol] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return cls(places, offset)
+
+@lru_cache(maxsize=256)
+def _layout(size: StepSize) -> _Layout:
+    extents = {
+        "T": size.num_tokens,
+        "S": size.num_seqs,
+        "S+1": size.num_seqs + 1,
+        "R": size.num_rows,
+    }
+    places, offset = {}, 0
+    for name, dtype, symbol in _FIELDS:
+        places[name] = (offset, extents[symbol])
+        offset += -(-extents[symbol] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return _Layout(places, offset)
 
 
 class _Pinned:
@@ -139,7 +141,7 @@ class _Pinned:
         is_cuda = device.type == "cuda"
         self.tensor = torch.zeros(num_bytes, dtype=_BYTES, pin_memory=is_cuda)
         self.array: NDArray[np.uint8] = self.tensor.numpy()
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until the last copy from here is done: nearly always it is long since."""
@@ -157,7 +159,7 @@ class StepInputs:
     def __init__(
         self, *, max_num_tokens: int, max_num_seqs: int, width: int, device: torch.device
     ) -> None:
-        largest = _Layout.of(StepSize(max_num_tokens, max_num_seqs, max_num_seqs))
+        largest = _layout(StepSize(max_num_tokens, max_num_seqs, max_num_seqs))
         self._table_bytes = max_num_seqs * width * 4
         num_bytes = largest.num_bytes + self._table_bytes
         self._start = -(-max_num_seqs * 8 // _ALIGNMENT) * _ALIGNMENT
@@ -171,7 +173,7 @@ class StepInputs:
 
     def tensors(self, size: StepSize) -> StepTensors:
         """Views of the device memory for a size: the same addresses every time."""
-        layout = _Layout.of(size)
+        layout = _layout(size)
         views: dict[str, Tensor] = {}
         for name, dtype, _ in _FIELDS:
             offset, extent = layout.places[name]
@@ -198,7 +200,7 @@ class StepInputs:
 
         Padding writes to the null block and belongs to nobody: see docs/cuda.md.
         """
-        layout = _Layout.of(size)
+        layout = _layout(size)
         pinned = self._pinned[0]
         self._pinned.reverse()
         pinned.wait()
@@ -219,7 +221,8 @@ class StepInputs:
 
     def _has_table(self, table: NDArray[np.int32]) -> bool:
         """Whether the device has these rows: nobody started, ended or grew by a block."""
-        return self._last_table is not None and np.array_equal(self._last_table, table)
+        last = self._last_table
+        return last is table or (last is not None and np.array_equal(last, table))
 
     def _fill(
         self, fields: dict[str, NDArray[Any]], batch: Batch, sampling: SampleColumns, size: StepSize
