@@ -15,6 +15,7 @@ from octavo.cli.chat import chat
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
+from octavo.cli.tune import tune
 from octavo.ir.errors import OctavoError
 
 EXIT_USER_ERROR = 2
@@ -76,6 +77,10 @@ app.command(
     "octavo bench smollm2 --prefill 4x256 --startup\n\n"
     "octavo bench config.json --load-format dummy --requests requests.json",
 )(bench)
+app.command(
+    "tune",
+    epilog="Examples:\n\noctavo tune llama\n\noctavo tune llama --seconds 60",
+)(tune)
 
 
 def main() -> None:
