@@ -1,7 +1,8 @@
 """Triton's interpreter, made right for bfloat16, which it holds as uint16.
 
 Left alone, its `tl.dot`, its arithmetic and its comparisons work on those raw bits, its casts cut
-off instead of rounding to nearest even, and it has no bfloat16 constants.
+off instead of rounding to nearest even, and it has no bfloat16 constants. Its scalars are arrays of
+one element, which NumPy from 2.4 on takes for no bounds of a loop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ def install() -> None:
         builder.create_dot = _with_widened_operands(builder.create_dot)
         builder.binary_op = _rounding_results(builder.binary_op)
         builder.cast_impl = _casting(builder.cast_impl)
+        interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
+
+
+def _with_bounds(patch_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
 
 
 def _with_widened_operands(create_dot: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,9 @@ class Case:
         assert not _workspace().counters.any()
 
 
-def _case(module: ModuleType, rows: int, *, stride: int | None = None, in_place: bool = True) -> Case:
+def _case(
+    module: ModuleType, rows: int, *, stride: int | None = None, in_place: bool = True
+) -> Case:
     constants = module.CONSTANTS
     k, n = constants["k"], constants["n"]
     width = n // 2 if constants["activation"] else n
@@ -145,7 +147,7 @@ def _expected(
 
 
 def _sumsq(x: Tensor) -> Tensor:
-    return x.double().square().unflatten(-1, (-1, 64)).sum(-1)
+    return x.double().square().reshape(len(x), -1, 64).sum(-1)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -213,19 +215,21 @@ def test_rows_too_long_for_registers(dtype: str) -> None:
 
 @pytest.mark.parametrize("variant", ["plain", "sumsq", "emit", "gated", "capped residual"])
 def test_every_candidate(variant: str) -> None:
-    module = _module(576, 384, **VARIANTS[variant])
+    module = _module(320, 128, **VARIANTS[variant])
+    done: list[dict[str, Any]] = []
     try:
         for bucket in module.CHOICES.buckets:
-            rows = bucket.max_rows or 1025
-            for candidate in bucket.candidates if rows <= 256 else ():
-                module.CHOICES.choose(bucket.name, candidate)
-                _case(module, min(rows, 130)).check()
+            for candidate in bucket.candidates:
+                if candidate not in done and (bucket.max_rows or 257) <= 256:
+                    module.CHOICES.choose(bucket.name, candidate)
+                    _case(module, bucket.max_rows // 2 + 1).check()
+                    done.append(candidate)
     finally:
         module.CHOICES.reset()
 
 
 def test_splits_of_k_give_the_same_result_each_time() -> None:
-    module = _module(1000, 64, **VARIANTS["emit"])
+    module = _module(1100, 64, **VARIANTS["emit"])
     assert module.CHOICES.for_rows(3)["SPLIT"] > 1
     first, second = _case(module, 3), _case(module, 3)
     first.check()
@@ -245,9 +249,11 @@ def test_a_batch_of_rows_is_flat() -> None:
 def test_few_binaries_do_for_all_sizes() -> None:
     module = _module(4096, 6144, **VARIANTS["sumsq"])
     workspace = Workspace.allocate("meta")
-    weight, bias = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((6144, 4096), 6144))
+    weight, bias = (
+        torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((6144, 4096), 6144)
+    )
     with recording() as launches:
-        for rows in (*range(1, 70), 128, 129, 1000, 5000):
+        for rows in (*range(1, 66, 3), 128, 129, 5000):
             x, out = (torch.empty(rows, w, device="meta").bfloat16() for w in (4096, 6144))
             sumsq, normed = torch.empty(rows, 64, device="meta"), torch.empty_like(x)
             buffers = {"out": out, "normed": normed, "workspace": workspace}
