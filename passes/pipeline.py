@@ -83,6 +83,8 @@ CUDA_PIPELINE: tuple[str, ...] = (
     "fuse-rotary-kv-write",
     # After it: one op of both is left to fuse with the attention.
     "fuse-rotary-attention",
+    # Of what nothing else has taken.
+    "fuse-pointwise",
     # Splits and views that the fusions left.
     "clean",
 )

@@ -19,7 +19,7 @@ from octavo.ir.interpret import WeightSource
 from octavo.ir.parser import parse_graph
 from octavo.ir.random_inputs import RandomSource
 from octavo.ir.types import DTYPES
-from octavo.passes.pipeline import PIPELINE, Stage, run_pipeline
+from octavo.passes.pipeline import CUDA_PIPELINE, PIPELINE, Stage, run_pipeline
 from tests.model_zoo import MORE, TINY
 from tests.stage_logits import stage_logits
 from tests.tolerances import assert_same
@@ -58,6 +58,15 @@ def test_every_stage_gives_the_same_logits(name: str, dtype: str) -> None:
     )
     assert [stage.name for stage in stages] == ["import", *PIPELINE]
     assert not graph.find("attention"), "attention was not paged"
+    own = next(i for i, (a, b) in enumerate(zip(PIPELINE, CUDA_PIPELINE, strict=False)) if a != b)
+    # The passes before are the same for all targets; stage 0 is before the first.
+    graph = parse_graph(stages[own].text)
+    run_pipeline(
+        graph,
+        max_position=imported.max_position,
+        on_stage=partial(_check_stage, graph, weights, want),
+        passes=CUDA_PIPELINE[own:],
+    )
 
 
 def _check_stage(graph: Graph, weights: WeightSource, want: list[Tensor], stage: Stage) -> None:
