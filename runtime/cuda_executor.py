@@ -40,7 +40,7 @@ class StepSampler(Protocol):
         """The parameters of rows as arrays of ``padded`` entries."""
         ...
 
-    def sample(self, logits: Tensor, sampling: SampleTensors) -> None:
+    def sample(self, logits: Tensor, sampling: SampleTensors) -> object:
         """Choose a token for each row by greedy or plain temperature. May be captured."""
         ...
 

@@ -37,13 +37,20 @@ class StepSize(NamedTuple):
 class SampleColumns(Protocol):
     """What R rows are sampled by, a column each: see octavo.runtime.device_sampler."""
 
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    seed: Any
-    stream: Any
-    position: Any
+    @property
+    def temperature(self) -> NDArray[Any]: ...
+    @property
+    def top_k(self) -> NDArray[Any]: ...
+    @property
+    def top_p(self) -> NDArray[Any]: ...
+    @property
+    def min_p(self) -> NDArray[Any]: ...
+    @property
+    def seed(self) -> NDArray[Any]: ...
+    @property
+    def stream(self) -> NDArray[Any]: ...
+    @property
+    def position(self) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from tests.runtime.toy_artifact import (
     write_toy_artifact,
 )
 
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+
 
 def mix(tokens: list[int]) -> torch.Tensor:
     """The toy model without a cache."""
@@ -79,7 +81,7 @@ def test_greedy_tokens_are_the_models(llm: LLM) -> None:
         assert output.finished
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@OVERLAP
 @pytest.mark.parametrize(
     "options",
     [
@@ -511,13 +513,14 @@ def test_a_target_that_is_not_here(toy: Path) -> None:
         LLM(toy)
 
 
-def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:
+@OVERLAP
+def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path, overlap: bool) -> None:
     spoiled = PROGRAM.replace(
         "return mix(tokens, self.salt)",
         "return mix(tokens, self.salt) + (float('nan') if tokens[0] == 9 else 0)",
     )
     write_toy_artifact(tmp_path / "a", program=spoiled)
-    llm = LLM(tmp_path / "a")
+    llm = LLM(tmp_path / "a", async_scheduling=overlap)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     good, bad = llm.generate([[1], [9]], params)
     assert good.outputs[0].token_ids == greedy([1], 5)
@@ -528,13 +531,14 @@ def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> N
         list(llm.stream([9], params))
 
 
-def test_a_step_that_fails_gives_everything_back(tmp_path: Path) -> None:
+@OVERLAP
+def test_a_step_that_fails_gives_everything_back(tmp_path: Path, overlap: bool) -> None:
     broken = PROGRAM.replace(
         "        self.keys.flatten",
         "        assert 9 not in ids, 'out of luck'\n        self.keys.flatten",
     )
     write_toy_artifact(tmp_path / "a", program=broken)
-    llm = LLM(tmp_path / "a")
+    llm = LLM(tmp_path / "a", async_scheduling=overlap)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with pytest.raises(EngineError, match=r"a step of 2 sequences and 2 tokens failed: .*luck"):
         llm.generate([[1], [9]], params)
