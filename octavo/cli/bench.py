@@ -48,6 +48,12 @@ def bench(
     compare_hf: Annotated[
         bool, typer.Option("--compare-hf", help="Run Hugging Face generate on the same batches.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="List the kernels of a decode step at these batch sizes (GPU)."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Take the median of so many runs.")] = 3,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -84,14 +90,14 @@ def bench(
 
     if plot is not None:
         require_matplotlib()
-    others = prefill or requests is not None or startup
+    others = prefill or requests is not None or startup or profile is not None
     if batch_size is None:
         batch_size = "" if others and not compare_hf else _DEFAULT_BATCH_SIZES
     options: dict[str, Any] = {"load_format": load_format, "quantization": quantization}
     if gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = gpu_memory_utilization
     plan = Plan(
-        batch_sizes=_batch_sizes(batch_size),
+        batch_sizes=_batch_sizes("--batch-size", batch_size),
         input_len=input_len,
         output_len=output_len,
         prefill=tuple(map(_prompts, prefill or ())),
@@ -99,11 +105,12 @@ def bench(
         requests_name=requests.name if requests is not None else "",
         startup=startup,
         compare_hf=compare_hf,
+        profile=_batch_sizes("--profile", profile or ""),
         repeats=repeats,
         options=options,
     )
     with artifact_of(model, dtype=dtype, dummy=load_format == "dummy") as path:
-        results = Suite(path, plan, ["octavo", *sys.argv[1:]], _show).run()
+        results = Suite(path, plan, ["octavo", *sys.argv[1:]], show=_show).run()
     print_tables(results)
     if output is not None:
         write_results(results, output)
@@ -111,9 +118,9 @@ def bench(
         draw(results, plot)
 
 
-def _batch_sizes(text: str) -> tuple[int, ...]:
+def _batch_sizes(option: str, text: str) -> tuple[int, ...]:
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise OctavoError(f"--batch-size {text!r}: expected numbers with commas, such as 1,4,8,16")
+        raise OctavoError(f"{option} {text!r}: expected numbers with commas, such as 1,4,8,16")
     return tuple(sorted({int(size) for size in text.split(",") if size}))
 
 
