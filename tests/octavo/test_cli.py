@@ -17,7 +17,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, "octavo 0.1.0\n")
 
 
-@pytest.mark.parametrize("command", ["compile", "generate", "chat", "inspect"])
+@pytest.mark.parametrize("command", ["compile", "generate", "chat", "inspect", "bench", "tune"])
 def test_help_has_an_example(command: str) -> None:
     done = octavo(command, "--help")
     assert done.returncode == 0
@@ -49,13 +49,13 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
     assert_refused(octavo("compile", "x", "-o", "y", "--dtype", "int3"), "int3", "bfloat16")
 
 
-@pytest.mark.parametrize("command", [["chat"], ["inspect"], ["generate", "-p", "hi"]])
+@pytest.mark.parametrize("command", [["chat"], ["inspect"], ["tune"], ["generate", "-p", "hi"]])
 def test_an_artifact_that_does_not_exist_is_refused(command: list[str], tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     assert_refused(octavo(*command, missing), missing, "no such directory", "octavo compile")
 
 
-@pytest.mark.parametrize("command", [["chat"], ["inspect"], ["generate", "-p", "hi"]])
+@pytest.mark.parametrize("command", [["chat"], ["inspect"], ["tune"], ["generate", "-p", "hi"]])
 def test_a_directory_that_is_no_artifact_is_refused(command: list[str], tmp_path: Path) -> None:
     assert_refused(octavo(*command, str(tmp_path)), str(tmp_path), "manifest.json")
 
