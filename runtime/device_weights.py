@@ -178,11 +178,13 @@ class _Reader:
         half = self._halves[0][: len(piece.target)]
         if self._stream is None:
             _read_into(piece, half)
-            piece.target.copy_(half)
+            with torch.inference_mode():
+                piece.target.copy_(half)
             return
         self._copied[0].synchronize()
         _read_into(piece, half)
-        with torch.cuda.stream(self._stream):
+        # The mode belongs to a thread, and whoever asked for the weights may be in it.
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             piece.target.copy_(half, non_blocking=True)
             self._copied[0].record()
 
