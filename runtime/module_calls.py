@@ -168,10 +168,10 @@ class StepProgram:
             self.run(size)
         return found
 
-    def is_cache(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a part of the KV cache, which no call reads whole."""
-        pointers = {cache.data_ptr() for pair in self.caches for cache in pair}
-        return tensor.data_ptr() in pointers
+    def cache_of(self, tensor: Tensor) -> Tensor | None:
+        """The part of the KV cache that a tensor is, in whatever view; None for any other."""
+        caches = (cache for pair in self.caches for cache in pair)
+        return next((cache for cache in caches if cache.data_ptr() == tensor.data_ptr()), None)
 
     def _inputs(self, size: StepSize) -> tuple[Tensor, ...]:
         """A step's inputs (docs/architecture.md): every sequence ends at ``context`` tokens.

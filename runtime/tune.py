@@ -165,13 +165,16 @@ class Tuner:
     ) -> None:
         """Tune all buckets until the deadline, by ``time.monotonic``; each is then chosen."""
         jobs = self._jobs(sizes)
-        show(f"compiling the candidates of {len(jobs)} row buckets")
+        prepared = 0
         with torch.inference_mode():
-            self._prepare(jobs)
             for number, job in enumerate(jobs, start=1):
                 if time.monotonic() > deadline:
                     report.num_skipped = len(jobs) - number + 1
                     return
+                if job.rows > prepared:  # not all at once: that may take longer than there is time
+                    show(f"compiling the candidates for {job.rows} rows")
+                    self._prepare([each for each in jobs if each.rows == job.rows])
+                    prepared = job.rows
                 name = job.calls[0].name
                 show(f"{number} of {len(jobs)}: {name}, {job.rows} rows")
                 try:
@@ -190,7 +193,7 @@ class Tuner:
                     calls.setdefault((call.name, call.bucket.name), []).append(call)
             for key, each in calls.items():
                 most = max(call.rows or 0 for call in each)
-                if key not in found or found[key].rows < most:
+                if key not in found or found[key].rows <= most:
                     assert each[0].bucket is not None
                     largest = [call for call in each if call.rows == most]
                     found[key] = _Job(size, each[0].bucket, most, largest)
@@ -256,7 +259,7 @@ class Tuner:
         seen: dict[int, int] = {}
         for count, call in enumerate(calls, start=1):
             for tensor in call.tensors():
-                if not self._step.is_cache(tensor):
+                if self._step.cache_of(tensor) is None:
                     seen[tensor.data_ptr()] = tensor.nbytes
             if count >= _FEWEST_CALLS and sum(seen.values()) >= _ENOUGH_BYTES:
                 return calls[:count]

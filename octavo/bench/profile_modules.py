@@ -6,6 +6,7 @@ leaves out what lies between kernels, and gives each module's bytes a second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -74,12 +75,9 @@ def call_bytes(call: ModuleCall, step: StepProgram, size: StepSize) -> int:
 
     Of a KV cache those tokens count that the step's sequences attend to, which no module knows.
     """
-    caches = [tensor for tensor in call.tensors() if step.is_cache(tensor)]
+    caches = [cache for t in call.tensors() if (cache := step.cache_of(t)) is not None]
     if not caches and call.rows is not None and hasattr(call.module, "cost"):
         return int(call.module.cost(call.rows).bytes)
-    read = sum(
-        cache.shape[2] * cache.shape[3] * cache.itemsize * size.num_seqs * size.context
-        for cache in caches
-    )
-    others = {t.data_ptr(): t.nbytes for t in call.tensors() if not step.is_cache(t)}
-    return read + sum(others.values())
+    token_bytes = sum(math.prod(cache.shape[2:]) * cache.itemsize for cache in caches)
+    others = {t.data_ptr(): t.nbytes for t in call.tensors() if step.cache_of(t) is None}
+    return token_bytes * size.num_seqs * size.context + sum(others.values())

@@ -6,19 +6,23 @@ import dataclasses
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from command_line import ROOT, Command, assert_refused
 
 from benchmarks.h200 import run as h200
-from octavo.bench import roofline
+from octavo.bench import profile_kernels, roofline
+from octavo.bench.profile_modules import profile_modules
 from octavo.bench.results import Results
 from octavo.bench.suite import Plan, Suite, artifact_of
 from octavo.bench.traffic import Traffic
 from octavo.ir.errors import OctavoError
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.llm import LLM
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,36 @@ def test_traffic_of_a_compiled_model(tiny_artifact: Path) -> None:
     norms = 5 * 64
     assert traffic.weight_bytes == 4 * (linears + 260 * 64 + norms)
     assert traffic.kv_bytes(1) == 2 * 2 * (16 + 16) * 4
+
+
+def test_modules_of_a_step_with_their_bytes(tiny_artifact: Path) -> None:
+    artifact, device = Artifact.open(tiny_artifact), torch.device("cpu")
+
+    def timer(body: Callable[[], None]) -> float:
+        body()
+        return 0.5
+
+    [profile] = profile_modules(artifact, device, timer, batch_sizes=[3], context=40, bandwidth=1e6)
+    found = {kernel.name.split("_")[0]: kernel for kernel in profile.kernels}
+    # Two layers of 3 sequences: K and V of 40 tokens, and at least Q and the result.
+    attention = found["paged"]
+    assert attention.num_calls == 2
+    keys = 2 * 3 * 40 * 2 * (16 + 16) * 4
+    assert keys < (attention.num_bytes or 0) < 1.5 * keys
+    assert attention.microseconds == 0.5e6
+    assert attention.share == (attention.num_bytes or 0) / 1e6 / 0.5
+
+
+def test_a_profiled_batch_decodes_and_is_then_gone(tiny_artifact: Path) -> None:
+    llm = LLM(tiny_artifact, max_num_seqs=4, max_model_len=64, skip_tokenizer_init=True)
+    running = profile_kernels._Running.start(llm, batch_size=3, context=8)
+    before = llm.stats()
+    assert (before.num_running, before.num_waiting) == (3, 0)
+    llm.engine.step()
+    assert llm.stats().output_tokens == before.output_tokens + 3
+    running.end()
+    after = llm.stats()
+    assert (after.num_running, after.num_free_blocks) == (0, after.num_total_blocks)
 
 
 def test_everything_at_once(octavo_here: Command, tiny_artifact: Path, tmp_path: Path) -> None:
