@@ -16,7 +16,13 @@ from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.cache_directory import cache_directory
 from octavo.runtime.cross_compile import compile_here_or_there
-from octavo.runtime.cuda_driver import CudaDriver, Launcher, RefusedBinary, make_context_current
+from octavo.runtime.cuda_driver import (
+    CudaDriver,
+    CudaError,
+    Launcher,
+    RefusedBinary,
+    make_context_current,
+)
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import PDL_ARCH, Kernel, Launch
 from octavo.runtime.kernel_binary import Binary, Specialisation, fits, parse_info
@@ -91,7 +97,11 @@ class BoundKernels:
         return self._launchers[wanted.stem]
 
     def prepare(self, launches: Iterable[Launch]) -> None:
-        """Load what launches need; what is not found is compiled and kept in the cache."""
+        """Load what launches need; what is not found is compiled and kept in the cache.
+
+        Raises ArtifactError or CudaError for the first that does not compile or load, after all
+        the others: a tuner goes on with those.
+        """
         uses_pdl = {}
         missing = {}
         for launch in launches:
@@ -135,10 +145,16 @@ class BoundKernels:
             self._why,
             self._cache(),
         )
+        problem: CudaError | None = None
         for wanted, binary in compile_here_or_there(missing):
             self.num_compiled += 1
             binary.write(self._cache(), wanted.stem)
-            self._launchers[wanted.stem] = self._launcher(binary, uses_pdl[wanted.stem])
+            try:
+                self._launchers[wanted.stem] = self._launcher(binary, uses_pdl[wanted.stem])
+            except CudaError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _launcher(self, binary: Binary, uses_pdl: bool) -> Launcher:
         return Launcher(self._driver, binary, self._device_index, uses_pdl=uses_pdl)

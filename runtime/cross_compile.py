@@ -53,7 +53,10 @@ def write_binaries(
 def compile_all(
     wanted: list[Specialisation], *, progress: Progress | None = None
 ) -> Iterator[tuple[Specialisation, Binary]]:
-    """Compile kernels in as many processes as there are processors, in the order they get done."""
+    """Compile kernels in as many processes as there are processors, in the order they get done.
+
+    Raises ArtifactError for the first that does not compile, after all the others.
+    """
     if not wanted:
         return
     num_workers = min(len(wanted), os.cpu_count() or 1)
@@ -72,10 +75,16 @@ def compile_all(
                 idle.put(worker)
 
         done = as_completed([pool.submit(run, each) for each in wanted])
+        problem: ArtifactError | None = None
         for number, future in enumerate(done, 1):
-            yield future.result()
+            try:
+                yield future.result()
+            except ArtifactError as error:
+                problem = problem or error
             if progress is not None:
                 progress(number, len(wanted))
+        if problem is not None:
+            raise problem
 
 
 def compile_here_or_there(

@@ -24,6 +24,7 @@ from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.binaries import BoundKernels, bind_kernels
 from octavo.runtime.candidates import Candidate, GpuFault, chosen, compare, problem_of
+from octavo.runtime.cuda_driver import CudaError
 from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import Bucket, Choices, Launch, Workspace, recording
@@ -211,7 +212,7 @@ class Tuner:
                     launches[launch.identity] = launch
         try:
             self._bound.prepare(launches.values())
-        except ArtifactError:
+        except (ArtifactError, CudaError):
             return
 
     def _tune(self, job: _Job) -> Tuned:

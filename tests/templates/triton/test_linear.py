@@ -57,8 +57,8 @@ def _module(k: int, n: int, **more: Any) -> ModuleType:
 
 
 @cache
-def _workspace() -> Workspace:
-    workspace = Workspace.allocate("cpu")
+def _workspace(device: torch.device) -> Workspace:
+    workspace = Workspace.allocate(device)
     workspace.scratch.fill_(torch.nan)
     return workspace
 
@@ -77,14 +77,15 @@ class Case:
         constants = self.module.CONSTANTS
         out = self.buffers["out"]
         rows = out.shape[0]
-        got = self.module.run(**self.operands, **self.buffers, workspace=_workspace())
+        workspace = _workspace(out.device)
+        got = self.module.run(**self.operands, **self.buffers, workspace=workspace)
         assert got is out
         assert distance(out, self.want) <= LINEAR_KERNEL[out.dtype]
         if constants["emit_sumsq"] and 2 <= rows <= 64:
             assert distance(self.buffers["sumsq_out"], _sumsq(out)) <= LINEAR_KERNEL[torch.float32]
         elif constants["emit_sumsq"]:
             assert self.buffers["sumsq_out"].isnan().all()
-        assert not _workspace().counters.any()
+        assert not workspace.counters.any()
 
 
 def _case(
@@ -241,7 +242,7 @@ def test_a_batch_of_rows_is_flat() -> None:
     module = _module(64, 96, **VARIANTS["norm"])
     x, weight = torch.randn(2, 3, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     out, normed = torch.empty(2, 3, 96).bfloat16(), torch.empty(2, 3, 64).bfloat16()
-    got = module.run(x, weight, out=out, normed=normed, workspace=_workspace())
+    got = module.run(x, weight, out=out, normed=normed, workspace=_workspace(out.device))
     assert got is out
     assert distance(out, _expected(module.CONSTANTS, x, weight)) <= LINEAR_KERNEL[out.dtype]
 
