@@ -96,7 +96,7 @@ def kv_slots(graph: Graph) -> tuple[KVSlot, ...]:
     if state is None:
         return ()
     windows: dict[int, list[int | None]] = {}
-    for node in graph.find("paged_attention"):
+    for node in graph.find("paged_attention", "rotary_paged_attention"):
         windows.setdefault(node.attrs["slot"], []).append(node.attrs["window"])
     return tuple(
         KVSlot(s.num_kv_heads, s.head_dim, s.v_head_dim, _widest(windows.get(index, [])))

@@ -21,7 +21,7 @@ from octavo.runtime.scheduler import SchedulerConfig
 from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
 
-DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 512}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 

@@ -1,4 +1,4 @@
-"""Steps on a paged cache, drawn at random: for the attention kernels and their float64 reference."""
+"""Steps on a paged cache, drawn at random, for the attention kernels and their reference."""
 
 from __future__ import annotations
 
