@@ -110,7 +110,7 @@ class PendingSample:
         self._logprobs = None
         if logprobs is not None:
             self._logprobs = LogprobTensors(*map(_to_host, _tensors(logprobs)))
-        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
         if self._copied is not None:
             self._copied.record()
         self._result: list[SampledToken] | None = None
