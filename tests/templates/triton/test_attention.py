@@ -53,7 +53,13 @@ def check_written(case: PagedCase, want: Any, keys: Tensor, values: Tensor) -> N
         check(got.nan_to_num(), exact.nan_to_num().to(got.device), "cache")
 
 
-def run_fused(case: PagedCase, attrs: dict[str, Any], *optional: Tensor | None) -> None:
+def run_fused(
+    case: PagedCase,
+    attrs: dict[str, Any],
+    *optional: Tensor | None,
+    block_table: Tensor | None = None,
+) -> None:
+    """Against the reference, which sees the case's own block table whatever the kernel gets."""
     given = [value for value in optional if value is not None]
     module = rendered("rotary_paged_attention", {**case.constants(), **attrs, **_has(optional)})
     known = {k: v for k, v in attrs.items() if k != "has_norm_weight"}
@@ -76,7 +82,8 @@ def run_fused(case: PagedCase, attrs: dict[str, Any], *optional: Tensor | None) 
         keys.flatten(0, 1),
         values.flatten(0, 1),
         *(q, k, v, case.cos, case.sin, case.slot_mapping),
-        *case.layout(),
+        case.block_table if block_table is None else block_table,
+        *case.layout()[1:],
         *given,
         out=out,
         block_size=case.block_size,
@@ -266,3 +273,33 @@ def test_the_write_alone() -> None:
     module = rendered("kv_write", case.constants())
     module.run(case.keys.flatten(0, 1), case.values.flatten(0, 1), k, v, case.slot_mapping)
     check_written(case, state, case.keys, case.values)
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("attrs", [{"window": 20}, {"chunk": 32}], ids=["window", "chunk"])
+def test_blocks_that_no_token_sees_may_be_gone(
+    step: list[tuple[int, int]], attrs: dict[str, Any]
+) -> None:
+    """Their entries of the block table name the null block, which holds NaN."""
+    case = PagedCase(step)
+    table = case.block_table.clone()
+    for row, (context, new) in zip(table, case.lengths, strict=True):
+        oldest = context - new
+        window = attrs.get("window")
+        seen_from = oldest + 1 - window if window else oldest // 32 * 32
+        row[: max(seen_from, 0) // case.block_size] = 0
+    run_fused(case, attrs, block_table=table)
+
+
+@pytest.mark.parametrize("heads", [(128, 1), (71, 1), (32, 8), (64, 64)])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_parts_of_all_splits_fit_into_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
+    case = PagedCase([(1, 1)], *heads, head_dim, head_dim, head_dim)
+    module = rendered("rotary_paged_attention", case.constants())
+    workspace = Workspace.allocate("meta")
+    for bucket in module.CHOICES.buckets[:-1]:
+        for candidate in bucket.candidates:
+            if candidate["SPLIT"] > 1:
+                num_parts = bucket.max_rows * heads[0] * candidate["SPLIT"]
+                assert num_parts * (head_dim + 2) <= workspace.scratch.numel()
+                assert bucket.max_rows * heads[1] <= workspace.counters.numel()
