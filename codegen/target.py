@@ -34,6 +34,12 @@ class Target:
         """Which op has which kernel."""
         return TRITON_RULES if self.kind == "cuda" else CPU_RULES
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine has the GPU that kernels are made for."""
+        found = _this_gpu()
+        return found is not None and found.arch == self.arch
+
     def check_dtype(self, dtype: str) -> None:
         """Raise OctavoError unless there are kernels for models of this dtype."""
         if dtype not in self.dtypes:

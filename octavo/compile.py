@@ -36,6 +36,7 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.cross_compile import write_binaries
 from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
+from octavo.runtime.tune import tune_artifact
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def compile_model(
     target: str = "auto",
     random_weights: int | None = None,
     with_weights: bool = True,
+    tune_seconds: float = 0.0,
     revision: str | None = None,
     force: bool = False,
     progress: bool = True,
@@ -85,6 +87,7 @@ def compile_model(
     a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto, cpu, cuda (this
     machine's GPU) or ``cuda:sm_90`` and the like, several with commas. Without ``with_weights``
     only the shapes of the checkpoint's weights are stored, for runs with ``load_format="dummy"``.
+    On a machine with the GPU that is compiled for, kernels are tuned for up to ``tune_seconds``.
     An existing ``output`` is replaced only with ``force``, and only when the new artifact is
     complete. Of several threads one compiles at a time, the others wait. Raises OctavoError, one
     line; then, and when interrupted, ``output`` is as it was before and what was written beside it
@@ -102,6 +105,9 @@ def compile_model(
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
         manifest = _build(_Job(source, torch_dtype, targets, writer, phases, with_weights))
+        if tune_seconds and targets.main.is_here:
+            with phases("tune"):
+                tune_artifact(writer.directory, seconds=tune_seconds)
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)

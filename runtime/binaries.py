@@ -15,7 +15,7 @@ import torch
 from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.cache_directory import cache_directory
-from octavo.runtime.cross_compile import compile_here_or_there
+from octavo.runtime.cross_compile import compile_here_or_there, specialisations
 from octavo.runtime.cuda_driver import (
     CudaDriver,
     CudaError,
@@ -111,6 +111,17 @@ class BoundKernels:
                 missing[wanted.stem] = wanted
         if missing:
             self._compile(list(missing.values()), uses_pdl)
+
+    def unshipped(self, launches: Iterable[Launch]) -> Iterator[tuple[Specialisation, Binary]]:
+        """The binaries of these launches that the artifact has not, but the cache has."""
+        for wanted in specialisations(launches, self.arch):
+            shipped = self._shipped
+            archs = self._archs if shipped is not None else ()
+            if shipped is not None and any(shipped.find(replace(wanted, arch=a)) for a in archs):
+                continue
+            binary = Binary.read(self._cache(), wanted.stem)
+            if binary is not None:
+                yield wanted, binary
 
     def _load_found(self, wanted: Specialisation, uses_pdl: dict[str, bool]) -> bool:
         for binary in self._found(wanted):

@@ -14,6 +14,7 @@ from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.executor import Executor
 from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches, block_bytes
+from octavo.runtime.program_loader import import_program
 
 _BLOCK_SIZE = 16
 
@@ -50,6 +51,12 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
         block_size=_BLOCK_SIZE,
         block_bytes=block_bytes(slots, artifact.dtype, _BLOCK_SIZE),
     )
+    if device.type == "cuda":
+        # Here and not above: a machine without a GPU needs no Triton.
+        from octavo.runtime.binaries import bind_kernels
+
+        module = import_program(artifact.root, artifact.manifest)
+        bind_kernels(artifact, module, device, block_size=_BLOCK_SIZE)
     executor = Executor(
         artifact.load_program(),
         artifact.load_weights(device),
@@ -58,7 +65,7 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
         max_num_seqs=len(cases),
         device=device,
     )
-    return executor.execute(batch)
+    return executor.execute(batch).cpu()
 
 
 def _batch(cases: list[dict[str, Any]]) -> Batch:

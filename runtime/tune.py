@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.binaries import FOLDER as BINARIES
 from octavo.runtime.binaries import BoundKernels, bind_kernels
 from octavo.runtime.candidates import Candidate, GpuFault, chosen, compare, problem_of
 from octavo.runtime.cuda_driver import CudaError
@@ -31,7 +32,7 @@ from octavo.runtime.kernel import Bucket, Choices, Launch, Workspace, recording
 from octavo.runtime.module_calls import ModuleCall, StepProgram, StepSize, intercepted, with_rows
 from octavo.runtime.plans import Plan, current_plan, gpu_plan_name
 from octavo.runtime.program_loader import import_program
-from octavo.runtime.record_program import MAX_DECODE, kernel_modules
+from octavo.runtime.record_program import MAX_DECODE, kernel_modules, record_module
 
 CONTEXT = 1024  # tokens that each sequence of a decode step attends to
 MANY_TOKENS = 8192  # of a step in the last row bucket
@@ -107,8 +108,28 @@ def tune_artifact(
     tuner = Tuner(step, modules, graph_seconds, bound)
     tuner.run(sizes, report, deadline=time.monotonic() + seconds, show=show)
     report.plan = current_plan(modules)
-    write_plan(artifact, report.path, report.plan)
+    binaries = ship_binaries(artifact, program, bound)
+    write_plan(artifact, report.path, report.plan, binaries)
     return report
+
+
+def ship_binaries(
+    artifact: Artifact, program: ModuleType, bound: BoundKernels
+) -> dict[str, FileEntry]:
+    """Put what the chosen candidates need into the artifact: it then loads without compiling."""
+    entries = {}
+    launches = record_module(program, artifact.root, artifact.manifest)
+    for wanted, binary in bound.unshipped(launches):
+        folder = Path(BINARIES) / f"sm_{wanted.arch}"
+        binary.write(artifact.root / folder, wanted.stem)
+        for suffix in (".cubin", ".json"):
+            name = f"{folder.as_posix()}/{wanted.stem}{suffix}"
+            entries[name] = _entry((artifact.root / name).read_bytes(), "kernel")
+    return entries
+
+
+def _entry(content: bytes, role: str) -> FileEntry:
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest(), role)
 
 
 def tunable(modules: Iterable[ModuleType]) -> list[ModuleType]:
@@ -320,13 +341,18 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def write_plan(artifact: Artifact, path: Path, plan: Plan) -> None:
-    """Write a plan and list it in the manifest. The content id, which covers no plans, stays."""
+def write_plan(
+    artifact: Artifact, path: Path, plan: Plan, binaries: Mapping[str, FileEntry] | None = None
+) -> None:
+    """Write a plan and list it in the manifest, with the binaries that it needs.
+
+    The content id, which covers neither, stays what it was.
+    """
     content = (json.dumps(plan, indent=1) + "\n").encode()
     name = path.as_posix()
     _replace(artifact.root / path, content)
-    entry = FileEntry(len(content), hashlib.sha256(content).hexdigest(), "plan")
-    files = dict(sorted({**artifact.manifest.files, name: entry}.items()))
+    added = {**(binaries or {}), name: _entry(content, "plan")}
+    files = dict(sorted({**artifact.manifest.files, **added}.items()))
     manifest = replace(artifact.manifest, files=files)
     assert manifest.artifact_id == artifact.manifest.artifact_id, f"{name} is in the content id"
     _replace(artifact.root / "manifest.json", manifest.to_json().encode())

@@ -26,7 +26,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sumsq(x: Tensor) -> Tensor:
-    return x.float().square().unflatten(-1, (-1, SUMSQ_COLUMNS)).sum(-1)
+    return x.float().square().view(*x.shape[:-1], -1, SUMSQ_COLUMNS).sum(-1)
 
 
 def _sumsq_type(name: str, x: TensorType) -> TensorType:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+TUNE_SECONDS = 300.0
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -46,6 +47,10 @@ def compile_command(
             help="Without: store shapes only, for benchmarks with --load-format dummy.",
         ),
     ] = True,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune/--no-tune", help="Measure kernels where this machine has the GPU."),
+    ] = True,
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")
     ] = None,
@@ -64,6 +69,7 @@ def compile_command(
             target=target,
             random_weights=random_weights,
             with_weights=with_weights,
+            tune_seconds=TUNE_SECONDS if tune else 0.0,
             revision=revision,
             force=force,
         )

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 import octavo
 from octavo.cli.bench import bench
 from octavo.cli.chat import chat
+from octavo.cli.check import check
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
@@ -66,6 +67,7 @@ app.command(
     'octavo chat smollm2 -p "What is the capital of France?" --stats\n\n'
     'octavo chat smollm2 --system "Answer in one word." --temperature 0.7',
 )(chat)
+app.command("check", epilog="Example:\n\noctavo check smollm2")(check)
 app.command(
     "inspect",
     epilog="Examples:\n\noctavo inspect smollm2\n\noctavo inspect smollm2 --stage import\n\n"
