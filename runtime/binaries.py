@@ -53,8 +53,21 @@ class ShippedBinaries:
         stem = f"{FOLDER}/sm_{wanted.arch}/{wanted.stem}"
         if f"{stem}.json" not in self.files or f"{stem}.cubin" not in self.files:
             return None
-        info = parse_info(self._read(f"{stem}.json"), self.root / f"{stem}.json")
-        return Binary(info, self._read(f"{stem}.cubin"))
+        return self.read(wanted.arch, wanted.stem)
+
+    def stems(self, arch: int) -> list[str]:
+        """The names of all binaries for an architecture."""
+        folder = f"{FOLDER}/sm_{arch}/"
+        names = (name.removeprefix(folder) for name in self.files if name.startswith(folder))
+        return sorted(name.removesuffix(".cubin") for name in names if name.endswith(".cubin"))
+
+    def read(self, arch: int, stem: str) -> Binary:
+        """A binary by its name. Raises ArtifactError if it is not whole or was changed since."""
+        path = f"{FOLDER}/sm_{arch}/{stem}"
+        if f"{path}.json" not in self.files:
+            raise ArtifactError(f"{self.root}: the manifest lists {path}.cubin without its .json")
+        info = parse_info(self._read(f"{path}.json"), self.root / f"{path}.json")
+        return Binary(info, self._read(f"{path}.cubin"))
 
     def _read(self, name: str) -> bytes:
         content = (self.root / name).read_bytes()
@@ -87,6 +100,25 @@ class BoundKernels:
         self._archs = shipped.archs_for(arch) if shipped else []
         self._why = why
         self._launchers: dict[str, Launcher] = {}
+        self._refused: set[str] = set()  # stems of the artifact's that do not load here
+
+    def load_shipped(self) -> bool:
+        """Load the artifact's binaries for this very architecture; False unless all were loaded."""
+        shipped = self._shipped
+        if shipped is None or self.arch not in self._archs:
+            return False
+        for stem in shipped.stems(self.arch):
+            binary = shipped.read(self.arch, stem)
+            uses_pdl = bool(binary.info.constants.get("PDL")) and self.arch >= PDL_ARCH
+            try:
+                self._launchers[stem] = self._launcher(binary, uses_pdl)
+            except RefusedBinary as error:
+                self._refuse(stem, error)
+        return not self._refused
+
+    def _refuse(self, stem: str, error: RefusedBinary) -> None:
+        self._refused.add(stem)
+        self._why = f"the driver refused what there was ({error})"
 
     def load(self, kernel: Kernel, device_index: int, launch: Launch) -> Launcher:
         """The launcher of a kernel with these constants: a kernel's ``loader``."""
@@ -128,14 +160,14 @@ class BoundKernels:
             try:
                 self._launchers[wanted.stem] = self._launcher(binary, uses_pdl[wanted.stem])
             except RefusedBinary as error:
-                self._why = f"the driver refused what there was ({error})"
+                self._refuse(wanted.stem, error)
                 continue
             return True
         return False
 
     def _found(self, wanted: Specialisation) -> Iterator[Binary]:
         """Binaries to try: the artifact's, then the cache's."""
-        if self._shipped is not None:
+        if self._shipped is not None and wanted.stem not in self._refused:
             for arch in self._archs:
                 binary = self._shipped.find(replace(wanted, arch=arch))
                 if binary is not None:
@@ -184,7 +216,9 @@ def bind_kernels(
 ) -> BoundKernels:
     """Bind plan and binaries of an artifact to the modules of its imported ``program.py``.
 
-    Everything that the program launches is loaded, and compiled before where it is missing.
+    The artifact's binaries for this architecture are loaded as they are: they are for all sizes of
+    a step. Where there are none or the driver refuses one, what the program launches is found out
+    by running it over all sizes on no device, which takes seconds, and compiled in parallel.
     ``is_pinned``: the artifact was asked for by its content id, which covers no binaries, so those
     in it are not used. Raises ArtifactError for a device that cannot run it, a plan that does not
     fit, and a kernel that does not compile.
@@ -203,8 +237,9 @@ def bind_kernels(
             if isinstance(kernel, Kernel):
                 kernel.forget()
                 kernel.loader = bound.load
-    launches = record_module(program, artifact.root, artifact.manifest, block_size=block_size)
-    bound.prepare(launches)
+    if not bound.load_shipped():
+        launches = record_module(program, artifact.root, artifact.manifest, block_size=block_size)
+        bound.prepare(launches)
     return bound
 
 

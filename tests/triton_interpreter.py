@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
@@ -26,6 +27,7 @@ def install() -> None:
         builder.binary_op = _rounding_results(builder.binary_op)
         builder.cast_impl = _casting(builder.cast_impl)
         interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
+        libdevice.fast_logf = lambda x: tl.log(x)  # it runs no external functions
 
 
 def _with_bounds(patch_tensor: Callable[..., Any]) -> Callable[..., Any]:
