@@ -43,8 +43,8 @@ LINEAR_KERNEL: dict[torch.dtype, float] = {
 DEEP_REWRITE = 2.0**-24 * 2**9
 
 # A token's score of logit and Gumbel noise in float32, for each unit of the largest logit or the
-# temperature: eight roundings of values up to 23, and -log(1 - u) from u = 1/64 on, of which half of
-# 2**-24 in 1 - u is 2**-19, and 2**-22, by which a GPU's log2 errs there, 2**-16.
+# temperature: eight roundings of values up to 23, and -log(1 - u) from u = 1/64 on, of which half
+# of 2**-24 in 1 - u is 2**-19, and 2**-22, by which a GPU's log2 errs there, 2**-16.
 SAMPLE_SCORE = 2.0**-24 * 23 * 8 + 2.0**-19 + 2.0**-16
 
 # The share of the mass that a nucleus has, from two sums in float32, each of up to 32 roundings one
