@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ def octavo(*arguments: str | Path, **options: Any) -> Finished:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, **{**defaults, **options}
     )
+
+
+def let_be_interrupted() -> None:
+    """For ``preexec_fn``: a job in the background of a shell ignores Ctrl-C, and so do its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command:

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import OCTAVO, ROOT, Finished, assert_refused, nothing_left_behind, octavo
+from command_line import (
+    OCTAVO,
+    ROOT,
+    Finished,
+    assert_refused,
+    let_be_interrupted,
+    nothing_left_behind,
+    octavo,
+)
 
 from octavo.compile import compile_model
 from octavo.runtime.artifact import Artifact
@@ -31,6 +39,7 @@ class Compiling:
         self._process = subprocess.Popen(
             [*OCTAVO, "compile", str(model), "-o", str(output), "--target", "cpu", *options],
             cwd=ROOT,
+            preexec_fn=let_be_interrupted,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, assert_refused, octavo
+from command_line import ROOT, assert_refused, let_be_interrupted, octavo
 
 
 def test_version() -> None:
@@ -83,6 +83,7 @@ def test_ctrl_c_is_one_line_and_status_130(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=ROOT,
+        preexec_fn=let_be_interrupted,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
