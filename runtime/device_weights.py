@@ -70,14 +70,14 @@ def stored_weights(artifact: Artifact) -> dict[str, StoredWeight]:
             raise ArtifactError(
                 f"{artifact.root}: {name} names {shard!r}, which the manifest does not list"
             )
-        found |= _shard_header(artifact.root / "weights" / shard)
+        found |= shard_header(artifact.root / "weights" / shard)
     for weight, (dtype, shape) in index.get("shapes", {}).items():
         found[weight] = StoredWeight(getattr(torch, dtype), tuple(shape), None)
     return found
 
 
-def _shard_header(path: Path) -> dict[str, StoredWeight]:
-    """The header of a safetensors file: its length as u64, then JSON."""
+def shard_header(path: Path) -> dict[str, StoredWeight]:
+    """The header of a safetensors file: its length as u64, then JSON. Raises ArtifactError."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

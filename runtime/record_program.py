@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from octavo.ir.manifest import Manifest
 from octavo.ir.types import DTYPES
+from octavo.runtime.device_weights import shard_header
 from octavo.runtime.kernel import Launch, recording
 from octavo.runtime.program_loader import import_program
 
@@ -94,32 +94,9 @@ def meta_weights(directory: Path) -> dict[str, Tensor]:
         for name, (dtype, shape) in index.get("shapes", {}).items()
     }
     for shard in sorted(set(index["weight_map"].values())):
-        weights.update(_meta_shard(folder / shard))
+        for name, stored in shard_header(folder / shard).items():
+            weights[name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     return weights
-
-
-def _meta_shard(path: Path) -> Iterable[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt", device="cpu") as shard:
-        for name in shard.keys():  # no mapping
-            part = shard.get_slice(name)
-            dtype = _SAFETENSORS[part.get_dtype()]
-            yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
-
-
-_SAFETENSORS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def _meta_caches(manifest: Manifest, block_size: int) -> list[tuple[Tensor, Tensor]]:
