@@ -155,9 +155,11 @@ def _build(job: _Job) -> Manifest:
     if job.targets.archs:
         with phases("compile kernels"):
             draft = job.writer.draft(**fields)
-            launches = record_program(job.writer.directory, draft)
-            folder = job.writer.directory / "kernels" / "bin"
-            write_binaries(launches, job.targets.archs, folder)
+            directory = job.writer.directory
+            launches = {
+                arch: record_program(directory, draft, arch=arch) for arch in job.targets.archs
+            }
+            write_binaries(launches, directory / "kernels" / "bin")
     manifest = job.writer.finish(**fields)
     with phases("check the program"):
         _check(job, manifest)

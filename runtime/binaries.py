@@ -231,7 +231,7 @@ def bind_kernels(
         why = f"the artifact has no binaries of them for sm_{arch}"
     bound = BoundKernels(index, arch, CudaDriver.shared(), shipped=shipped, why=why)
     modules = list(kernel_modules(program))
-    bind_plan(find_plan(artifact.root, torch.cuda.get_device_name(index), arch), modules)
+    bind_plan(find_plan(artifact.root, torch.cuda.get_device_name(index), arch), modules, arch)
     for module in modules:
         for kernel in vars(module).values():
             if isinstance(kernel, Kernel):

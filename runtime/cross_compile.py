@@ -9,7 +9,7 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -32,19 +32,17 @@ def specialisations(launches: Iterable[Launch], arch: int) -> list[Specialisatio
 
 
 def write_binaries(
-    launches: Iterable[Launch],
-    archs: Iterable[int],
+    launches: Mapping[int, Iterable[Launch]],
     folder: Path,
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Compile what launches need into ``<folder>/sm_90/...`` for each architecture.
+    """Compile what each architecture's launches need into ``<folder>/sm_90/...``.
 
     Returns the number of binaries. Equal input gives equal files with one Triton. Raises
     ArtifactError, naming the kernel, its constants and the architecture.
     """
-    launches = list(launches)
-    wanted = [each for arch in archs for each in specialisations(launches, arch)]
+    wanted = [each for arch in launches for each in specialisations(launches[arch], arch)]
     for each, binary in compile_all(wanted, progress=progress):
         binary.write(folder / f"sm_{each.arch}", each.stem)
     return len(wanted)

@@ -6,6 +6,7 @@ log-probabilities, which few rows ask for, are PyTorch's part.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.runtime.pinned import PinnedBuffer
 from octavo.runtime.sampler import (
     NOT_FINITE,
     LogprobTensors,
@@ -86,11 +88,24 @@ class SampleInputs:
 
 
 _MOST = 2**31 - 1
+_MOST_IN_FLIGHT = 4  # steps whose tokens are unread; the engine has 2
 
 
 def _words(values: list[int]) -> NDArray[np.int64]:
     """64 bits each, of numbers from -2**63 to 2**64 - 1."""
     return np.array([value % 2**64 for value in values], dtype=np.uint64).view(np.int64)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a step's ``i64[R]`` and ``i32[R]`` go on the host."""
+
+    tokens: PinnedBuffer
+    fault: PinnedBuffer
+
+    @classmethod
+    def of(cls, num_rows: int, device: torch.device) -> _Home:
+        return cls(PinnedBuffer(8 * num_rows, device), PinnedBuffer(4 * num_rows, device))
 
 
 class PendingSample:
@@ -102,10 +117,14 @@ class PendingSample:
         fault: Tensor,
         counts: dict[int, int],
         logprobs: LogprobTensors | None,
+        home: _Home,
     ) -> None:
-        """Start the copy of ``i64[R]``, ``i32[R]`` and the log-probabilities of rows ``counts``."""
-        self._tokens = _to_host(tokens)
-        self._fault = _to_host(fault)
+        """Start the copy of ``i64[R]``, ``i32[R]`` and the log-probabilities of rows ``counts``.
+
+        The first two go to ``home``, which nothing else may be copied to before ``result``.
+        """
+        self._tokens = home.tokens.take_from(tokens)
+        self._fault = home.fault.take_from(fault)
         self._counts = counts
         self._logprobs = None
         if logprobs is not None:
@@ -140,7 +159,8 @@ class DeviceSampler:
     """Chooses tokens for the rows of a step into ``tokens``, in two parts.
 
     ``sample`` is a fixed sequence of kernels, for CUDA graphs, that treats all rows as unfiltered;
-    ``finish`` chooses again where a row has filters or bans, which only the host knows.
+    ``finish`` chooses again where a row has filters or bans, which only the host knows. Of its
+    results up to 4 may be unread at a time.
     """
 
     def __init__(self, module: SampleModule, workspace: Workspace, tokens: Tensor) -> None:
@@ -150,6 +170,8 @@ class DeviceSampler:
         self._workspace = workspace
         self._fault = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
         self._banned = torch.full((), -torch.inf, device=tokens.device)
+        homes = (_Home.of(len(tokens), tokens.device) for _ in range(_MOST_IN_FLIGHT))
+        self._homes = deque(homes)
 
     def columns(self, rows: Sequence[SampleRow], padded: int) -> SampleInputs:
         """The parameters of rows as arrays of ``padded`` entries."""
@@ -183,7 +205,9 @@ class DeviceSampler:
             asked = self._put(list(counts))
             chosen_ids = self.tokens.index_select(0, asked)
             logprobs = raw_logprobs(logits[asked], chosen_ids, max(counts.values()))
-        return PendingSample(self.tokens[:num_rows], self._fault[:num_rows], counts, logprobs)
+        home = self._homes[0]
+        self._homes.rotate(1)
+        return PendingSample(self.tokens[:num_rows], self._fault[:num_rows], counts, logprobs, home)
 
     def _sample_without_banned(
         self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]

@@ -34,6 +34,11 @@ DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}
 # Options of the Triton compiler that a launch may give; all other keywords are constexprs.
 OPTIONS = (*DEFAULT_OPTIONS, "maxnreg")
 PDL_ARCH = 90  # programmatic dependent launch begins with sm_90
+# Shared memory that a program may ask for, in KiB, by architecture (CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability").
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+_LEAST_SHARED_KIB = min(SHARED_KIB.values())
+NEEDS_KIB = "needs_kib"
 ALIGNMENT = 16
 
 Constant = Any  # an int, a float, a bool, a str, None or a Triton dtype
@@ -86,13 +91,27 @@ class Workspace:
         return 4 * 2**24 + 4 * 2**16
 
 
-@dataclass
 class Bucket:
-    """Ways to run an op for up to ``max_rows`` rows (None: any number), and the chosen one."""
+    """Ways to run an op for up to ``max_rows`` rows (None: any number), and the chosen one.
 
-    max_rows: int | None
-    candidates: tuple[dict[str, Any], ...]
-    chosen: dict[str, Any]
+    ``candidates`` are in the order of preference; ``chosen`` is at first the default of any GPU.
+    """
+
+    def __init__(self, max_rows: int | None, candidates: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError if no candidate fits every GPU."""
+        self.max_rows = max_rows
+        self._needs = tuple(int(c.get(NEEDS_KIB, 0)) for c in candidates)
+        self.candidates = tuple(
+            {name: value for name, value in c.items() if name != NEEDS_KIB} for c in candidates
+        )
+        if not candidates or min(self._needs) > _LEAST_SHARED_KIB:
+            raise ValueError(f"{self.name} rows: no candidate fits every GPU")
+        self.chosen = self.default(None)
+
+    def default(self, arch: int | None) -> dict[str, Any]:
+        """The first candidate that fits an architecture's shared memory; None is any of them."""
+        room = SHARED_KIB.get(arch or 0, _LEAST_SHARED_KIB)
+        return dict(self.candidates[next(i for i, n in enumerate(self._needs) if n <= room)])
 
     @property
     def name(self) -> str:
@@ -103,15 +122,14 @@ class Bucket:
 class Choices:
     """How an op is run, by its number of rows.
 
-    Given ``(max_rows, candidates)`` in ascending order, the last with None for ``max_rows``. The
-    first candidate is taken until a plan chooses another.
+    Given ``(max_rows, candidates)`` in ascending order, the last with None for ``max_rows``.
+    Candidates are in the order of preference: the first that fits the GPU is taken until a plan
+    chooses another. ``needs_kib`` in a candidate is the shared memory that it takes, for those that
+    do not fit every GPU; it is not part of the choice.
     """
 
     def __init__(self, *buckets: tuple[int | None, Sequence[Mapping[str, Any]]]) -> None:
-        self.buckets = tuple(
-            Bucket(max_rows, tuple(dict(c) for c in candidates), dict(candidates[0]))
-            for max_rows, candidates in buckets
-        )
+        self.buckets = tuple(Bucket(max_rows, candidates) for max_rows, candidates in buckets)
         self._bounds = [b.max_rows for b in self.buckets[:-1] if b.max_rows is not None]
         is_sound = self._bounds == sorted(set(self._bounds))
         if len(self._bounds) != len(buckets) - 1 or not is_sound or buckets[-1][0] is not None:
@@ -136,10 +154,10 @@ class Choices:
         names = ", ".join(bucket.name for bucket in self.buckets)
         raise ValueError(f"there is no row bucket {bucket_name!r}; there are {names}")
 
-    def reset(self) -> None:
-        """Go back to the first candidate everywhere."""
+    def reset(self, arch: int | None = None) -> None:
+        """Go back to the default of an architecture everywhere; None is what fits any."""
         for bucket in self.buckets:
-            bucket.chosen = dict(bucket.candidates[0])
+            bucket.chosen = bucket.default(arch)
 
 
 @dataclass(frozen=True)

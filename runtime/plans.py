@@ -35,14 +35,14 @@ def find_plan(root: Path, gpu_name: str, arch: int) -> Path | None:
     return None
 
 
-def bind_plan(path: Path | None, modules: Iterable[ModuleType]) -> None:
-    """Make the choices of modules those of a plan; what it does not name takes the default.
+def bind_plan(path: Path | None, modules: Iterable[ModuleType], arch: int | None = None) -> None:
+    """Make the choices of modules those of a plan; others are the defaults of the architecture.
 
     Raises ArtifactError, naming the file, for a module, a bucket or a choice that is not there.
     """
     choices = {each.__name__.rpartition(".")[2]: each.CHOICES for each in modules if _has(each)}
     for each in choices.values():
-        each.reset()
+        each.reset(arch)
     if path is None:
         return
     for module, buckets in read_json_object(path).items():

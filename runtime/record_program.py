@@ -16,6 +16,7 @@ from octavo.ir.manifest import Manifest
 from octavo.ir.types import DTYPES
 from octavo.runtime.device_weights import shard_header
 from octavo.runtime.kernel import Launch, recording
+from octavo.runtime.plans import bind_plan
 from octavo.runtime.program_loader import import_program
 
 MAX_DECODE = 512
@@ -26,22 +27,24 @@ _CONTEXTS = (64, 1024, 8192, 131072)
 _MIXED_SEQS = (1, 2, 8, 64, 256)
 
 
-def record_program(directory: Path, manifest: Manifest, *, block_size: int = 16) -> list[Launch]:
+def record_program(
+    directory: Path, manifest: Manifest, *, arch: int | None = None, block_size: int = 16
+) -> list[Launch]:
     """The distinct launches of an artifact's program and its sampler; weights are not read.
 
-    Modules run as they are chosen to at the time, by default each its first candidates.
+    Modules run as they do by default on an architecture, or, with None, so that any can run them.
     ``manifest`` need only list the code. Raises ArtifactError for a program that cannot be
     imported, and what its kernels raise for arguments that do not fit.
     """
-    return record_module(
-        import_program(directory, manifest), directory, manifest, block_size=block_size
-    )
+    program = import_program(directory, manifest)
+    bind_plan(None, kernel_modules(program), arch)
+    return record_module(program, directory, manifest, block_size=block_size)
 
 
 def record_module(
     module: ModuleType, directory: Path, manifest: Manifest, *, block_size: int = 16
 ) -> list[Launch]:
-    """As ``record_program``, of a program that is imported already."""
+    """As ``record_program``, of an imported program whose modules run as they are chosen to now."""
     found: dict[Any, Launch] = {}
     program = module.Program(
         meta_weights(directory),

@@ -1,7 +1,7 @@
 """The inputs of a step on a GPU: packed on the host, copied at once, read at fixed places.
 
     device memory:   | sampled tokens | ids | positions | ... | block table, if it changed |
-                       stay             one copy a step from pinned memory ----------------
+                       stay             one copy a step out of pinned memory --------------
 
 A CUDA graph reads what lies at the addresses that it was captured with. Those of a padded size are
 always the same: the fields of a size follow each other with no room for larger ones between them,
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.runtime.batch import Batch
+from octavo.runtime.pinned import PinnedBuffer
 
 _ALIGNMENT = 16
 _BYTES = torch.uint8
@@ -145,9 +146,9 @@ class _Pinned:
     """Host memory for one step's inputs, and the event after which it may be written again."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.buffer = PinnedBuffer(num_bytes, device)
+        self.array: NDArray[np.uint8] = self.buffer.host.numpy()
         is_cuda = device.type == "cuda"
-        self.tensor = torch.zeros(num_bytes, dtype=_BYTES, pin_memory=is_cuda)
-        self.array: NDArray[np.uint8] = self.tensor.numpy()
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -218,7 +219,7 @@ class StepInputs:
             num_bytes += batch.block_table.nbytes
             room = pinned.array[layout.num_bytes : num_bytes].view(np.int32)
             room.reshape(batch.block_table.shape)[:] = batch.block_table
-        self._packed[:num_bytes].copy_(pinned.tensor[:num_bytes], non_blocking=True)
+        pinned.buffer.put_into(self._packed, num_bytes)
         pinned.mark_copied()
         if is_table_new:
             num_seqs, width = batch.block_table.shape

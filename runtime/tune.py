@@ -63,6 +63,7 @@ class Tuned:
     bucket: str
     rows: int
     trials: list[Trial]
+    default: Candidate
     chosen: Candidate
 
 
@@ -237,6 +238,7 @@ class Tuner:
             return
 
     def _tune(self, job: _Job) -> Tuned:
+        default = dict(job.bucket.chosen)
         problems = self._problems(job)
         calls = self._enough(job.calls)
         trials = [
@@ -245,9 +247,9 @@ class Tuner:
             else Trial(candidate, None, problem)
             for candidate, problem in zip(job.bucket.candidates, problems, strict=True)
         ]
-        best = choose(trials, job.bucket.chosen)
+        best = choose(trials, default)
         job.bucket.chosen = dict(best)
-        return Tuned(calls[0].name, job.bucket.name, job.rows, trials, best)
+        return Tuned(calls[0].name, job.bucket.name, job.rows, trials, default, best)
 
     def _timed(self, bucket: Bucket, candidate: Candidate, calls: list[ModuleCall]) -> Trial:
         def body() -> None:

@@ -60,7 +60,8 @@ def read_ways(directory: Path, plan: str | None) -> list[Way]:
         )
     program = import_program(directory, opened.manifest)
     modules = list(kernel_modules(program))
-    bind_plan(_plan_path(directory, plan), modules)
+    arch = int(opened.manifest.target.rpartition("_")[2])
+    bind_plan(_plan_path(directory, plan), modules, arch)
     return [way for module in modules for way in _ways(module)]
 
 

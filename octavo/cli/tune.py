@@ -60,7 +60,7 @@ def _row(tuned: Tuned) -> tuple[str, ...]:
         tuned.module,
         str(tuned.rows),
         _microseconds(times.get(_text(tuned.chosen))),
-        _microseconds(tuned.trials[0].seconds),
+        _microseconds(times.get(_text(tuned.default))),
         _text(tuned.chosen),
         str(len(tuned.trials)),
     )

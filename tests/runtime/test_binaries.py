@@ -205,7 +205,7 @@ def test_no_gpu_and_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_really_compiled_and_then_found(folder: Path, cuda: FakeCuda) -> None:
     """The compiler's own binaries, shipped: a load compiles nothing."""
     manifest = Artifact.open(folder).manifest
-    write_binaries(record_program(folder, manifest), (90,), folder / "kernels" / "bin")
+    write_binaries({90: record_program(folder, manifest, arch=90)}, folder / "kernels" / "bin")
     finish(folder)
     bound, _ = bind(folder)
     assert bound.num_compiled == 0

@@ -31,7 +31,9 @@ def launches() -> list[Launch]:
 def test_binaries_for_two_architectures(launches: list[Launch], tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     number = write_binaries(
-        launches, (80, 90), tmp_path, progress=lambda done, total: seen.append((done, total))
+        {80: launches, 90: launches},
+        tmp_path,
+        progress=lambda done, total: seen.append((done, total)),
     )
     assert (number, seen) == (2, [(1, 2), (2, 2)])
     for arch, assembler_arch, pdl in ((80, "sm_80", False), (90, "sm_90a", True)):
@@ -46,7 +48,7 @@ def test_binaries_for_two_architectures(launches: list[Launch], tmp_path: Path) 
         assert (info.stack_bytes, info.shared_bytes) == (0, 0)
         assert info.registers is not None
         assert info.registers > 0
-    write_binaries(launches, (80, 90), tmp_path / "again")
+    write_binaries({80: launches, 90: launches}, tmp_path / "again")
     for path in tmp_path.glob("sm_*/*"):
         again = tmp_path / "again" / path.relative_to(tmp_path)
         assert again.read_bytes() == path.read_bytes()

@@ -155,7 +155,23 @@ def test_choices_by_rows() -> None:
     assert found.for_rows(64) == {"how": "skinny", "BM": 64}
 
 
+def test_the_default_is_the_first_that_fits_the_gpu() -> None:
+    found = Choices(
+        (64, [{"BM": 128, "needs_kib": 164}, {"BM": 64, "needs_kib": 163}, {"BM": 32}]),
+        (None, [{"BM": 16}]),
+    )
+    by_arch = {None: 32, 80: 64, 86: 32, 89: 32, 90: 128, 100: 128, 120: 32, 75: 32}
+    for arch, expected in by_arch.items():
+        found.reset(arch)
+        assert found.for_rows(2) == {"BM": expected}, arch
+        assert found.for_rows(65) == {"BM": 16}
+    found.choose("64", {"BM": 128})
+    assert found.for_rows(64) == {"BM": 128}
+
+
 def test_choices_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="64 rows: no candidate fits every GPU"):
+        Choices((64, [{"needs_kib": 100}]), (None, [{}]))
     with pytest.raises(ValueError, match="no candidate for 64 rows"):
         choices().choose("64", {"how": "skinny", "BM": 16})
     with pytest.raises(ValueError, match=r"no row bucket '2'; there are 1, 64, \*"):

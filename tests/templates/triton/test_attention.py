@@ -58,10 +58,12 @@ def run_fused(
     attrs: dict[str, Any],
     *optional: Tensor | None,
     block_table: Tensor | None = None,
+    choice: dict[str, int] | None = None,
 ) -> None:
     """Against the reference, which sees the case's own block table whatever the kernel gets."""
     given = [value for value in optional if value is not None]
     module = rendered("rotary_paged_attention", {**case.constants(), **attrs, **_has(optional)})
+    module.CHOICES.bucket(len(case.lengths)).chosen |= choice or {}
     known = {k: v for k, v in attrs.items() if k != "has_norm_weight"}
     q, k, v = case.new()
     exact = [x.double() for x in (q, k, v, case.cos, case.sin)]
@@ -105,6 +107,14 @@ def test_every_variant(
     step: list[tuple[int, int]], sizes: dict[str, Any], attrs: dict[str, Any]
 ) -> None:
     run_fused(PagedCase(step, **sizes), attrs)
+
+
+@pytest.mark.parametrize("keys", [16, 33, 1000])
+def test_shares_of_the_context(keys: int) -> None:
+    """Four splits: all have a share, only three (of 65 keys in tiles of 16 too), and one."""
+    lengths = [(17, 1), (65, 1), (66, 1), (1, 1)]
+    choice = {"BN": 16, "SPLIT": 4, "SHARE": keys}
+    run_fused(PagedCase(lengths, heads=2, kv_heads=1), {}, torch.randn(2), choice=choice)
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
