@@ -8,10 +8,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 1
-READABLE_FORMATS = (1,)
-# Folders whose files do not enter the content id.
-OUTSIDE_ID = ("tests/", "plans/", "kernels/bin/")
+FORMAT = 2
+# The formats that are read, the present one and the one before it, each with the folders whose
+# files do not enter its content id.
+OUTSIDE_ID = {
+    1: ("tests/",),
+    2: ("tests/", "plans/", "kernels/bin/"),
+}
 
 
 class ManifestError(ValueError):
@@ -70,19 +73,22 @@ class Manifest:
         Files below ``tests/`` stay outside: they hold what Hugging Face computed where the artifact
         was made, and its last bits depend on the processor and the number of threads. So do those
         below ``plans/``, which choose among ways that are all right, and below ``kernels/bin/``,
-        which are made from the sources: who goes by the id does not use these.
+        which are made from the sources: who goes by the id does not use these. Format 1 left out
+        ``tests/`` alone.
         """
         body = dataclasses.asdict(self)
         for outside in ("producer", "source", "revision"):
             del body[outside]
         # By place and not by role, which the manifest may claim of a file that is run.
         body["files"] = {
-            path: entry.sha256
-            for path, entry in sorted(self.files.items())
-            if not path.startswith(OUTSIDE_ID)
+            path: entry.sha256 for path, entry in sorted(self.files.items()) if self.id_covers(path)
         }
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+    def id_covers(self, path: str) -> bool:
+        """Whether the content of a file at ``path`` enters the content id."""
+        return not path.startswith(OUTSIDE_ID[self.format])
 
     def to_json(self) -> str:
         """The text of manifest.json."""
@@ -98,10 +104,11 @@ class Manifest:
             raise ManifestError(f"not JSON: {error}") from None
         if not isinstance(body, dict):
             raise ManifestError(f"expected an object, got {type(body).__name__}")
-        if body.get("format") not in READABLE_FORMATS:
+        format_ = body.get("format")
+        if type(format_) is not int or format_ not in OUTSIDE_ID:
             raise ManifestError(
-                f"format {body.get('format')!r} is not one of {list(READABLE_FORMATS)} that this "
-                "version reads; upgrade octavo or compile the model again"
+                f"format {format_!r} is not one of {list(OUTSIDE_ID)} that this version reads; "
+                "upgrade octavo or compile the model again"
             )
         return cls._from_body(body)
 
@@ -119,5 +126,8 @@ class Manifest:
                 f"a field is missing, unknown or of a wrong kind: {error}"
             ) from None
         if claimed != actual:
-            raise ManifestError(f"its content id is {actual}, not {claimed} as it says")
+            raise ManifestError(
+                f"its content id, by the rule of format {manifest.format}, is {actual}, not "
+                f"{claimed} as it says; copy the artifact again or compile the model again"
+            )
         return manifest

@@ -91,13 +91,18 @@ def tune_artifact(
     """Measure this GPU's plan, and write it into the artifact, whose content id stays what it is.
 
     After ``seconds`` no further bucket is begun. Raises ArtifactError for an artifact of another
-    target, and where there is no GPU.
+    target or of format 1, whose content id covers plans, and where there is no GPU.
     """
     artifact = Artifact.open(directory, verify=False)
     if not artifact.manifest.target.startswith("cuda"):
         raise ArtifactError(
             f"{directory}: only Triton kernels are tuned, and this artifact is for "
             f"{artifact.manifest.target}"
+        )
+    if artifact.manifest.id_covers("plans/"):
+        raise ArtifactError(
+            f"{directory}: the content id of a manifest of format {artifact.manifest.format} covers"
+            " plans, so that none can be added; compile the model again"
         )
     device = device_for(artifact.manifest.target)
     program = import_program(artifact.root, artifact.manifest)

@@ -204,3 +204,10 @@ def test_prefill_steps_share_out_their_tokens(artifact: Artifact) -> None:
 def test_an_artifact_of_another_target_is_refused(artifact: Artifact) -> None:
     with pytest.raises(ArtifactError, match=r"only Triton kernels are tuned, .* for cpu"):
         tune.tune_artifact(artifact.root)
+
+
+def test_an_artifact_whose_id_covers_plans_is_refused(artifact: Artifact) -> None:
+    write_manifest(artifact.root, target="cuda:sm_90", format=1)
+    with pytest.raises(ArtifactError, match=r"of format 1 covers plans.*compile the model again"):
+        tune.tune_artifact(artifact.root)
+    assert not (artifact.root / "plans").exists()
