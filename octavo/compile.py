@@ -33,7 +33,8 @@ from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.phases import Phases
 from octavo.runtime.artifact import Artifact
-from octavo.runtime.cross_compile import write_binaries
+from octavo.runtime.binary_cache import BinaryCache
+from octavo.runtime.cross_compile import num_compile_workers, write_binaries
 from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
 from octavo.runtime.tune import tune_artifact
@@ -96,6 +97,7 @@ def compile_model(
     start = time.perf_counter()
     phases = Phases(visible=progress)
     targets = resolve_targets(target)
+    num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
     writing = ArtifactWriter(Path(output), force=force)
@@ -159,7 +161,7 @@ def _build(job: _Job) -> Manifest:
             launches = {
                 arch: record_program(directory, draft, arch=arch) for arch in job.targets.archs
             }
-            write_binaries(launches, directory / "kernels" / "bin")
+            write_binaries(launches, directory / "kernels" / "bin", cache=BinaryCache())
     manifest = job.writer.finish(**fields)
     with phases("check the program"):
         _check(job, manifest)

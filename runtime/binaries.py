@@ -14,7 +14,7 @@ import torch
 
 from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
-from octavo.runtime.cache_directory import cache_directory
+from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import compile_here_or_there, specialisations
 from octavo.runtime.cuda_driver import (
     CudaDriver,
@@ -101,6 +101,7 @@ class BoundKernels:
         self._why = why
         self._launchers: dict[str, Launcher] = {}
         self._refused: set[str] = set()  # stems of the artifact's that do not load here
+        self._cache = BinaryCache()
 
     def load_shipped(self) -> bool:
         """Load the artifact's binaries for this very architecture; False unless all were loaded."""
@@ -151,7 +152,7 @@ class BoundKernels:
             archs = self._archs if shipped is not None else ()
             if shipped is not None and any(shipped.find(replace(wanted, arch=a)) for a in archs):
                 continue
-            binary = Binary.read(self._cache(), wanted.stem)
+            binary = self._cache.find(wanted)
             if binary is not None:
                 yield wanted, binary
 
@@ -172,10 +173,7 @@ class BoundKernels:
                 binary = self._shipped.find(replace(wanted, arch=arch))
                 if binary is not None:
                     yield binary
-        try:
-            cached = Binary.read(self._cache(), wanted.stem)
-        except ArtifactError:
-            return  # damaged: made anew
+        cached = self._cache.find(wanted)
         if cached is not None:
             yield cached
 
@@ -186,12 +184,12 @@ class BoundKernels:
             "" if len(missing) == 1 else "s",
             self.arch,
             self._why,
-            self._cache(),
+            self._cache.folder(self.arch),
         )
         problem: CudaError | None = None
         for wanted, binary in compile_here_or_there(missing):
             self.num_compiled += 1
-            binary.write(self._cache(), wanted.stem)
+            self._cache.keep(wanted, binary)
             try:
                 self._launchers[wanted.stem] = self._launcher(binary, uses_pdl[wanted.stem])
             except CudaError as error:
@@ -201,9 +199,6 @@ class BoundKernels:
 
     def _launcher(self, binary: Binary, uses_pdl: bool) -> Launcher:
         return Launcher(self._driver, binary, self._device_index, uses_pdl=uses_pdl)
-
-    def _cache(self) -> Path:
-        return cache_directory() / "kernels" / f"sm_{self.arch}"
 
 
 def bind_kernels(

@@ -8,6 +8,7 @@ so that the process that asks may run Triton's interpreter, or hold a GPU.
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -25,6 +26,7 @@ from typing import Any, TextIO
 from triton import __version__ as triton_version
 from triton import compile as triton_compile
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -130,8 +132,9 @@ def _binary(wanted: Specialisation, compiled: Any, folder: Path) -> Binary:
         global_scratch_bytes=getattr(metadata, "global_scratch_size", 0) or 0,
         registers=registers,
         stack_bytes=stack_bytes,
-        triton=triton_version,
-        ptxas=_ptxas_version(wanted.arch),
+        triton=toolchain(wanted.arch)[0],
+        ptxas=toolchain(wanted.arch)[1],
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
     )
     return Binary(info, cubin)
 
@@ -149,9 +152,16 @@ def _usage(cubin: bytes, folder: Path) -> tuple[int | None, int | None]:
     return (int(match[1]), int(match[2]) + int(match[3])) if match else (None, None)
 
 
-def _ptxas_version(arch: int) -> str:
+def toolchain(arch: int) -> tuple[str, str]:
+    """Versions of this process's Triton and of its assembler for an architecture, 90 for sm_90."""
     tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
-    return str(tool.version)
+    return triton_version, str(tool.version)
+
+
+def is_usual_compiler() -> bool:
+    """Whether equal specialisations give equal binaries: no variable of Triton's that changes how
+    it compiles is set, as one may be for debugging."""
+    return not get_cache_invalidating_env_vars()
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:

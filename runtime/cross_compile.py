@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from octavo.runtime.compile_kernel import compile_kernel
-from octavo.runtime.errors import ArtifactError
+from octavo.runtime.binary_cache import BinaryCache
+from octavo.runtime.compile_kernel import compile_kernel, is_usual_compiler, toolchain
+from octavo.runtime.errors import ArtifactError, InvalidRequest
 from octavo.runtime.kernel import Launch
 from octavo.runtime.kernel_binary import Binary, Specialisation, parse_info
 
+WORKERS = "OCTAVO_COMPILE_WORKERS"
 Progress = Callable[[int, int], None]  # done, of how many
 FEW = 2  # as many are compiled here: a worker takes seconds to start
 
@@ -35,29 +37,60 @@ def write_binaries(
     launches: Mapping[int, Iterable[Launch]],
     folder: Path,
     *,
+    cache: BinaryCache | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Compile what each architecture's launches need into ``<folder>/sm_90/...``.
 
-    Returns the number of binaries. Equal input gives equal files with one Triton. Raises
+    What ``cache`` has from this very toolchain is taken from there, and what it has not is added
+    to it. Returns the number of binaries. Equal input gives equal files with one Triton. Raises
     ArtifactError, naming the kernel, its constants and the architecture.
     """
     wanted = [each for arch in launches for each in specialisations(launches[arch], arch)]
-    for each, binary in compile_all(wanted, progress=progress):
+    if not is_usual_compiler():
+        cache = None
+    missing = []
+    for each in wanted:
+        found = cache.find(each, toolchain=toolchain(each.arch)) if cache is not None else None
+        if found is None:
+            missing.append(each)
+        else:
+            found.write(folder / f"sm_{each.arch}", each.stem)
+    for each, binary in compile_all(missing, progress=progress):
         binary.write(folder / f"sm_{each.arch}", each.stem)
+        if cache is not None:
+            cache.keep(each, binary)
     return len(wanted)
+
+
+def num_compile_workers() -> int:
+    """How many processes compile at a time: ``$OCTAVO_COMPILE_WORKERS``, else one for each
+    processor that this process may use. Raises InvalidRequest for a value that is no such number.
+    """
+    given = os.environ.get(WORKERS, "")
+    if not given:
+        return _num_processors()
+    if not (given.isascii() and given.isdecimal() and int(given) > 0):
+        raise InvalidRequest(f"{WORKERS}={given!r}: expected a number of processes, 1 or more")
+    return int(given)
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compile_all(
     wanted: list[Specialisation], *, progress: Progress | None = None
 ) -> Iterator[tuple[Specialisation, Binary]]:
-    """Compile kernels in as many processes as there are processors, in the order they get done.
+    """Compile kernels in ``num_compile_workers`` processes, in the order they get done.
 
     Raises ArtifactError for the first that does not compile, after all the others.
     """
     if not wanted:
         return
-    num_workers = min(len(wanted), os.cpu_count() or 1)
+    num_workers = min(len(wanted), num_compile_workers())
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         for _ in range(num_workers):

@@ -84,7 +84,8 @@ class BinaryInfo:
     of a program's warps, more than were asked for where Triton added some. The last
     ``num_scratch_parameters`` parameters are pointers to Triton's global and profile scratch
     memory, ``global_scratch_bytes`` for each program. ``registers`` and ``stack_bytes`` (spills and
-    local arrays, for each thread) are None where no cuobjdump was at hand.
+    local arrays, for each thread) are None where no cuobjdump was at hand. ``cubin_sha256`` is
+    empty for a binary that was made before there was one.
     """
 
     module: str
@@ -103,6 +104,7 @@ class BinaryInfo:
     stack_bytes: int | None
     triton: str
     ptxas: str
+    cubin_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,10 @@ class Binary:
             content, cubin = path.read_bytes(), path.with_suffix(".cubin").read_bytes()
         except FileNotFoundError:
             return None
-        return cls(parse_info(content, path), cubin)
+        info = parse_info(content, path)
+        if info.cubin_sha256 and info.cubin_sha256 != hashlib.sha256(cubin).hexdigest():
+            raise ArtifactError(f"{path.with_suffix('.cubin')} is not the binary that {path} is of")
+        return cls(info, cubin)
 
 
 def parse_info(content: bytes, path: Path) -> BinaryInfo:

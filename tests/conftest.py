@@ -18,6 +18,12 @@ if importlib.util.find_spec("triton") is not None:
 
     triton_interpreter.install()
 
+# Test processes compile side by side: together they start one worker for each processor.
+_NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault(
+    "OCTAVO_COMPILE_WORKERS", str(max(1, (os.cpu_count() or 1) // _NUM_PROCESSES))
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 GGUF = ROOT / ".cache" / "demo.gguf"
 
@@ -27,6 +33,12 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that all workers of this test session see."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(session_dir: Path) -> None:
+    """Keep the user's cache out of the tests, unless OCTAVO_CACHE says which to use."""
+    os.environ.setdefault("OCTAVO_CACHE", str(session_dir / "octavo_cache"))
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,11 @@ def compile_command(
         bool, typer.Option("--force", help="Replace the output directory if it exists.")
     ] = False,
 ) -> None:
-    """Compile a model into an artifact directory."""
+    """Compile a model into an artifact directory.
+
+    GPU kernels are compiled by one process for each processor; OCTAVO_COMPILE_WORKERS sets
+    another number.
+    """
     from octavo.compile import compile_model
 
     with _ending_on_sigterm():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from octavo.runtime import cross_compile
 from octavo.runtime.cross_compile import compile_all, specialisations, write_binaries
-from octavo.runtime.errors import ArtifactError
+from octavo.runtime.errors import ArtifactError, InvalidRequest
 from octavo.runtime.kernel import Launch, recording
 from octavo.runtime.kernel_binary import Binary, Specialisation, fits
 from tests.rendered_kernel import imported
+from tests.runtime.kernel_artifact import binary_of
 from tests.runtime.test_kernel import SOURCE
 
 
@@ -46,6 +50,7 @@ def test_binaries_for_two_architectures(launches: list[Launch], tmp_path: Path) 
         assert info.constants == {"SCALE": 3.0, "BLOCK": 64, "PDL": pdl}
         assert (info.num_parameters, info.num_scratch_parameters) == (6, 2)
         assert (info.stack_bytes, info.shared_bytes) == (0, 0)
+        assert info.cubin_sha256 == hashlib.sha256(binary.cubin).hexdigest()
         assert info.registers is not None
         assert info.registers > 0
     write_binaries({80: launches, 90: launches}, tmp_path / "again")
@@ -53,6 +58,42 @@ def test_binaries_for_two_architectures(launches: list[Launch], tmp_path: Path) 
         again = tmp_path / "again" / path.relative_to(tmp_path)
         assert again.read_bytes() == path.read_bytes()
         assert str(Path.home()).encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", " 2", "²"])
+def test_a_number_of_workers_that_is_none_is_refused(
+    given: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OCTAVO_COMPILE_WORKERS", given)
+    with pytest.raises(InvalidRequest, match=r"OCTAVO_COMPILE_WORKERS=.*a number of processes"):
+        write_binaries(launches, (90,), tmp_path)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", 1), ("2", 2), ("7", 3), ("", 3)])
+def test_as_many_workers_as_were_asked_for(
+    given: str, expected: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than there are kernels, here three; without a number, one for each processor."""
+    started: list[object] = []
+
+    class Counted(cross_compile.Worker):
+        def __enter__(self) -> Counted:
+            started.append(self)
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def compile(self, wanted: Specialisation) -> Binary:
+            return binary_of(wanted, b"")
+
+    monkeypatch.setenv("OCTAVO_COMPILE_WORKERS", given)
+    monkeypatch.setattr(cross_compile, "Worker", Counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
+    [wanted] = specialisations(launches, 90)
+    kernels = [replace(wanted, arch=arch) for arch in (80, 89, 90)]
+    assert sorted(each.arch for each, _ in compile_all(kernels)) == [80, 89, 90]
+    assert len(started) == expected
 
 
 def test_an_error_names_kernel_constants_and_architecture(launches: list[Launch]) -> None:
