@@ -9,6 +9,9 @@ from pathlib import Path
 
 # Kernels are tested without a GPU; Triton reads this when it is first imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # More threads than processors make everything slower; PyTorch reads this likewise.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from filelock import FileLock
@@ -43,7 +46,11 @@ def _own_cache(session_dir: Path) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf(session_dir: Path) -> Path:
-    """SmolLM2-135M-Instruct as a GGUF, Q4_1, fetched as `make demo` fetches it."""
+    """SmolLM2-135M-Instruct as a GGUF, Q4_1: that which OCTAVO_SMOLLM2_GGUF names, or fetched as
+    `make demo` fetches it."""
+    if given := os.environ.get("OCTAVO_SMOLLM2_GGUF"):
+        assert Path(given).is_file(), f"OCTAVO_SMOLLM2_GGUF={given}: there is no such file"
+        return Path(given)
     with FileLock(session_dir / "gguf.lock"):
         if not GGUF.exists():
             relative = str(GGUF.relative_to(ROOT))

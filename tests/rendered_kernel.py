@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-import itertools
 import sys
 import tempfile
 from functools import cache
@@ -13,8 +13,6 @@ from typing import Any
 
 from octavo.codegen.render import render_kernel
 
-_NUMBERS = itertools.count()
-
 
 def rendered(op: str, constants: dict[str, Any], template: str | None = None) -> ModuleType:
     """The module of ``templates/triton/<op>.py.j2``, or of another template's name."""
@@ -23,10 +21,14 @@ def rendered(op: str, constants: dict[str, Any], template: str | None = None) ->
 
 
 def imported(name: str, source: str) -> ModuleType:
-    """A module of this source. Triton reads a kernel's text from its file, so there is one."""
-    unique = f"{name}_{next(_NUMBERS)}"
+    """A new module of this source. Triton reads a kernel's text from its file, so there is one.
+
+    Its name depends on the source alone, so that test processes find each other's binaries.
+    """
+    unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     path = Path(_folder()) / f"{unique}.py"
-    path.write_text(source, encoding="utf-8")
+    if not path.exists():
+        path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None
     assert spec.loader is not None

@@ -6,9 +6,7 @@ tests/reference/make_smollm2_golden.py, which also measured what float32 itself 
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +16,19 @@ from reference.smollm2_prompts import PROMPTS
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
+from tests.smollm2_golden import Golden
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
-# A port may differ from float64 by three times what Hugging Face's own float32 differs (DESIGN 8).
-NOISE_FACTOR = 3
-
-
-@dataclass(frozen=True)
-class Golden:
-    """What make_smollm2_golden.py wrote."""
-
-    noise: float
-    cases: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def golden() -> Golden:
-    return Golden(**json.loads((REFERENCE / "smollm2_golden.json").read_text("utf-8")))
+    return Golden.read()
 
 
 def check(golden: Golden, case: dict[str, Any], output: RequestOutput) -> None:
     """Same tokens wherever Hugging Face's margin is above the noise; same log-probabilities."""
-    limit = NOISE_FACTOR * golden.noise
+    limit = golden.limit("float32")
     got = output.outputs[0]
     assert len(got.token_ids) == 64
     assert got.finish_reason == "length"

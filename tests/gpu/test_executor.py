@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import tiny_model
 
-from octavo.compile import compile_model
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.cuda_executor import CudaExecutor
 from octavo.runtime.errors import CapacityError, InvalidRequest
 from octavo.runtime.kv_cache import block_bytes
 from octavo.runtime.llm import LLM
 from octavo.runtime.sampling_params import SamplingParams
+from tests.gpu.conftest import Compiled
 
 pytestmark = pytest.mark.gpu
 
@@ -29,18 +28,9 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    tiny_model("llama", seed=0, dtype=torch.bfloat16).save_pretrained(folder / "checkpoint")
-    compile_model(
-        folder / "checkpoint",
-        folder / "artifact",
-        dtype="bfloat16",
-        target="cuda",
-        progress=False,
-    )
-    return folder / "artifact"
+@pytest.fixture
+def artifact(compiled: Compiled) -> Path:
+    return compiled("llama", "bfloat16")[1]
 
 
 @contextmanager
@@ -131,6 +121,7 @@ def test_nothing_in_a_step_waits_for_the_gpu(artifact: Path, eager: bool) -> Non
         assert len(tokens(llm)) == len(PROMPTS)
 
 
+@pytest.mark.gpu_alone
 def test_the_memory_plan_holds(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Within 3 % of what is planned, with half the GPU for the cache, so that it is no rounding."""
     gc.collect()

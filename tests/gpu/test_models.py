@@ -6,26 +6,26 @@ The rule and its tolerance are those of DESIGN section 8, see tests/hf_reference
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_reference import HFReference
-from model_zoo import TINY, tiny_model
+from model_zoo import TINY
 
-from octavo.compile import compile_model
-from octavo.frontend.refused import RefusedArchitecture
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
+from tests.gpu.conftest import Compiled
 
 pytestmark = pytest.mark.gpu
 
 NUM_NEW_TOKENS = 24
 # The windows of the zoo are 8 tokens wide: one prompt fits, one reaches beyond, one far beyond.
 PROMPT_LENGTHS = (1, 5, 13, 40, 70)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("bfloat16", "float16")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=-1, detokenize=False
 )
@@ -35,29 +35,28 @@ IN_THE_GRAPH = SamplingParams(
 )
 
 
+@lru_cache(maxsize=1)  # the tests of a model follow each other
+def _reference(checkpoint: Path, dtype: torch.dtype) -> HFReference:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return HFReference(checkpoint, dtype, prompts, NUM_NEW_TOKENS)
+
+
 class Model:
     """A compiled tiny model and its reference."""
 
-    def __init__(self, name: str, dtype: str, folder: Path) -> None:
-        checkpoint = folder / "checkpoint"
-        self.artifact = folder / "artifact"
-        tiny_model(name, seed=0, dtype=DTYPES[dtype]).save_pretrained(checkpoint)
-        compile_model(checkpoint, self.artifact, dtype=dtype, target="cuda", progress=False)
-        generator = torch.Generator().manual_seed(1)
-        self.reference = HFReference(
-            checkpoint,
-            DTYPES[dtype],
-            [torch.randint(3, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS],
-            NUM_NEW_TOKENS,
-        )
+    def __init__(self, name: str, dtype: str, compiled: Compiled) -> None:
+        checkpoint, self.artifact = compiled(name, dtype)
+        self.reference = _reference(checkpoint, getattr(torch, dtype))
 
     def load(self, **options: Any) -> LLM:
         return LLM(
             self.artifact,
             max_logprobs=-1,
             max_num_seqs=16,
-            max_num_batched_tokens=512,
-            kv_cache_memory_bytes=64 << 20,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=16 << 20,
+            skip_tokenizer_init=True,
             **options,
         )
 
@@ -78,17 +77,19 @@ def _cases() -> Iterator[Any]:
             yield pytest.param((name, dtype), id=f"{name}-{dtype}")
 
 
-@pytest.fixture(scope="module", params=_cases())
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+@pytest.fixture(scope="module", params=_cases())  # of a module: pytest then goes model by model
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     name, dtype = request.param
-    try:
-        return Model(name, dtype, tmp_path_factory.mktemp(f"{name}-{dtype}"))
-    except RefusedArchitecture as error:
-        pytest.skip(f"this version of transformers: {error}")
+    return name, dtype
+
+
+@pytest.fixture
+def model(case: tuple[str, str], compiled: Compiled) -> Model:
+    return Model(*case, compiled)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_alone_in_a_batch_and_in_chunks(model: Model, eager: bool) -> None:
+def test_alone_and_in_a_batch(model: Model, eager: bool) -> None:
     prompts = model.reference.prompts
     llm = model.load(enforce_eager=eager)
     alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
@@ -97,19 +98,17 @@ def test_alone_in_a_batch_and_in_chunks(model: Model, eager: bool) -> None:
     model.check(together, "batch")
     without = llm.generate(prompts, IN_THE_GRAPH, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in without] == [o.outputs[0].token_ids for o in together]
-    chunked = model.load(enforce_eager=eager, long_prefill_token_threshold=7)
-    model.check(chunked.generate(prompts, GREEDY, use_tqdm=False), "chunks of 7")
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_in_chunks(model: Model, eager: bool) -> None:
+    llm = model.load(enforce_eager=eager, long_prefill_token_threshold=7)
+    model.check(llm.generate(model.reference.prompts, GREEDY, use_tqdm=False), "chunks of 7")
 
 
 def test_preempted_requests(model: Model) -> None:
     longest = max(map(len, model.reference.prompts)) + NUM_NEW_TOKENS
     blocks = -(-longest // 16) + 2
-    llm = LLM(
-        model.artifact,
-        max_logprobs=-1,
-        max_num_seqs=16,
-        max_model_len=longest,
-        num_gpu_blocks_override=blocks,
-    )
+    llm = model.load(max_model_len=longest, num_gpu_blocks_override=blocks)
     model.check(llm.generate(model.reference.prompts, GREEDY, use_tqdm=False), "small pool")
     assert llm.stats().num_preemptions > 0

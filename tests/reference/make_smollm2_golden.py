@@ -1,13 +1,14 @@
 """Write tests/reference/smollm2_golden.json: what Hugging Face itself answers, in fp32 and fp64.
 
-    python tests/reference/make_smollm2_golden.py PATH_TO_GGUF [PROMPT ...]
+    python tests/reference/make_smollm2_golden.py PATH_TO_GGUF [--noise | PROMPT ...]
 
-Named prompts are computed again and the rest of the file is kept; without names, all are.
+Named prompts are computed again and the rest of the file is kept; without names, all are. With
+``--noise`` only the noise is measured again.
 Model, tokenizer and dequantisation are transformers' own (which wants the package `accelerate`);
 nothing of Octavo is imported. For each prompt it stores the prompt's ids, 64 greedy tokens of the
 eager fp32 model, and for each of them the log-probability in fp64 and the margin between the two
-best logits. ``noise`` is the largest difference between the fp32 and the fp64 log-probabilities of
-those tokens: what fp32 itself costs.
+best logits. ``noise`` is, for each dtype, the largest difference between the log-probabilities that
+the eager model of that dtype gives those tokens and the fp64 ones: what the dtype itself costs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from smollm2_prompts import PROMPTS
@@ -48,30 +50,26 @@ def chosen(logits: torch.Tensor, new: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
 
 
-def main(path: Path, names: list[str]) -> None:
-    """Load, answer, compare, write."""
-    kept = json.loads(OUTPUT.read_text()) if names else {"noise": 0.0, "cases": []}
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(
-        **where,
-        dtype=torch.float32,
+def gguf_as(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The eager model of a GGUF file, dequantised."""
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=dtype,
         attn_implementation="eager",
         quantization_config=GgufConfig(dequantize=True),
     ).eval()
-    wanted = names or list(PROMPTS)
-    prompts = {name: tokenizer(PROMPTS[name])["input_ids"] for name in wanted}
+
+
+def answers(model: PreTrainedModel, prompts: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Greedy tokens of the fp32 model, which becomes fp64 for their log-probabilities."""
     tokens = {name: greedy(model, ids) for name, ids in prompts.items()}
-    narrow = {name: teacher_forced(model, ids, tokens[name]) for name, ids in prompts.items()}
     model.double()
-    cases = [case for case in kept["cases"] if case["name"] not in wanted]
-    noise = kept["noise"]
+    cases = []
     for name, ids in prompts.items():
         exact = teacher_forced(model, ids, tokens[name])
         best = exact.topk(2).values
         log_probs = chosen(exact, tokens[name])
-        own = (chosen(narrow[name], tokens[name]).double() - log_probs).abs().max()
-        noise = max(noise, float(own))
         cases.append(
             {
                 "name": name,
@@ -81,8 +79,39 @@ def main(path: Path, names: list[str]) -> None:
                 "margins": [round(x, 9) for x in (best[:, 0] - best[:, 1]).tolist()],
             }
         )
-        print(f"{name}: {len(ids)} tokens, fp32 off by {own:.2e}")
+        print(f"{name}: {len(ids)} tokens")
+    return cases
+
+
+def noise_of(model: PreTrainedModel, cases: list[dict[str, Any]]) -> float:
+    """The largest error of a log-probability of the model, in the dtype that it is in."""
+    worst = 0.0
+    for case in cases:
+        logits = teacher_forced(model, case["prompt_token_ids"], case["token_ids"])
+        got = chosen(logits.float(), case["token_ids"]).double()
+        exact = torch.tensor(case["logprobs"], dtype=torch.float64)
+        worst = max(worst, float((got - exact).abs().max()))
+    return worst
+
+
+def main(path: Path, names: list[str]) -> None:
+    """Answer, compare, write."""
+    measure_only = names == ["--noise"]
+    kept = json.loads(OUTPUT.read_text()) if names else {"noise": {}, "cases": []}
+    wanted = [] if measure_only else names or list(PROMPTS)
+    cases = [case for case in kept["cases"] if case["name"] not in wanted]
+    if wanted:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        prompts = {name: tokenizer(PROMPTS[name])["input_ids"] for name in wanted}
+        cases += answers(gguf_as(path, torch.float32), prompts)
     cases.sort(key=lambda case: list(PROMPTS).index(case["name"]))
+    noise = kept["noise"]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        # Loaded anew: `.to(dtype)` would round rotary frequencies as well.
+        found = noise_of(gguf_as(path, dtype), cases)
+        noise[name] = max(found, noise.get(name, 0.0))
+        print(f"{name} is off by {found:.2e}")
     OUTPUT.write_text(json.dumps({"noise": noise, "cases": cases}) + "\n")
 
 
