@@ -204,11 +204,12 @@ class Kernel:
     """A ``@triton.jit`` function with the types of its parameters: ``launch`` runs it.
 
     ``signature`` types the parameters that are not ``tl.constexpr``, in order, as
-    ``x_ptr: *bf16, num_rows: i32``; see docs/cuda.md. Raises ValueError for a signature that does
-    not fit the function.
+    ``x_ptr: *bf16, num_rows: i32``; see docs/cuda.md. A tensor that begins elsewhere than at a
+    multiple of 16 bytes gets a binary of its own, which counts on less, unless ``is_strict``: TMA
+    takes no others. Raises ValueError for a signature that does not fit the function.
     """
 
-    def __init__(self, fn: Any, signature: str) -> None:
+    def __init__(self, fn: Any, signature: str, *, is_strict: bool = False) -> None:
         self.fn = fn
         self.name: str = fn.__name__
         self.signature = signature
@@ -217,6 +218,7 @@ class Kernel:
         self.constexprs = tuple(name for name in fn.arg_names if _is_constexpr(fn.fn, name))
         self.has_pdl = "PDL" in self.constexprs
         self.is_interpreted = not isinstance(fn, triton.JITFunction)
+        self.is_strict = is_strict
         self.loader: Loader | None = None
         typed = [name for name in fn.arg_names if name not in self.constexprs]
         given = [parameter.name for parameter in self.parameters]
@@ -228,6 +230,7 @@ class Kernel:
             raise ValueError(f"{self.name}: a kernel needs a pointer: it says where it runs")
         self._first = self._pointers[0]
         self._loaded: dict[tuple[Any, ...], Any] = {}
+        self._unaligned: Kernel | None = None
 
     def launch(
         self, grid: tuple[int, ...], *args: Any, pdl: bool = True, **constants: Constant
@@ -256,12 +259,14 @@ class Kernel:
         for index in self._aligned:
             bits |= values[index]
         if bits % ALIGNMENT:
-            self._refuse_unaligned(values)
+            self._for_unaligned(values).launch(grid, *args, pdl=pdl, **constants)
+            return
         run(grid, values)
 
     def forget(self) -> None:
         """Drop all loaded binaries: the next launch asks the loader again."""
         self._loaded.clear()
+        self._unaligned = None
 
     def source(self) -> str:
         """The text of the module that the kernel is in."""
@@ -282,6 +287,13 @@ class Kernel:
         self, grid: tuple[int, ...], args: tuple[Any, ...], pdl: bool, constants: dict[str, Any]
     ) -> None:
         """Record on the meta device, interpret on the CPU."""
+        if args[self._first].is_meta:
+            offsets = [
+                a.storage_offset() * a.itemsize if isinstance(a, Tensor) else 0 for a in args
+            ]
+            if any(offsets[index] % ALIGNMENT for index in self._aligned):
+                self._for_unaligned(offsets).launch(grid, *args, pdl=pdl, **constants)
+                return
         launch = Launch(*self._checked(grid, args, constants), pdl)
         if args[self._first].is_meta:
             record = _RECORD.get()
@@ -318,14 +330,18 @@ class Kernel:
         ordered = {name: constants[name] for name in self.constexprs if name != "PDL"}
         return self, ordered, options, grid
 
-    def _refuse_unaligned(self, values: list[Any]) -> None:
-        for index in self._aligned:
-            if values[index] % ALIGNMENT:
-                name = self.parameters[index].name
-                raise ValueError(
-                    f"{self.name}: {name} = {values[index]:#x} is not a multiple of {ALIGNMENT}, "
-                    "as the signature says"
-                )
+    def _for_unaligned(self, addresses: list[Any]) -> Kernel:
+        """This kernel for tensors that are aligned to their elements only."""
+        if self.is_strict:
+            index = next(i for i in self._aligned if addresses[i] % ALIGNMENT)
+            raise ValueError(
+                f"{self.name}: {self.parameters[index].name} = {addresses[index]:#x} is not a "
+                f"multiple of {ALIGNMENT}, as the signature says"
+            )
+        if self._unaligned is None:
+            self._unaligned = Kernel(self.fn, ", ".join(p.unaligned for p in self.parameters))
+        self._unaligned.loader = self.loader
+        return self._unaligned
 
 
 def _is_constexpr(function: Any, name: str) -> bool:

@@ -48,6 +48,14 @@ class Parameter:
         return ("*" if self.is_pointer else "") + _ELEMENTS[self.element][0]
 
     @property
+    def unaligned(self) -> str:
+        """As a part of a signature, a pointer with no more alignment than its elements have."""
+        if not self.is_pointer:
+            return f"{self.name}: {self.element}" + f"@{self.alignment}" * (self.alignment > 1)
+        size = _ELEMENTS[self.element][1].itemsize
+        return f"{self.name}: *{self.element}@{min(self.alignment, size)}"
+
+    @property
     def packing(self) -> str:
         """The 8 bytes of this parameter for ``struct``, little-endian, without alignment."""
         return "Q" if self.is_pointer else _SCALARS[self.element]

@@ -47,6 +47,7 @@ class ListedSources(MetaPathFinder, ExecutionLoader):
         self.package = package
         self._root = root
         self._sources = {n: e.sha256 for n, e in manifest.files.items() if n.endswith(".py")}
+        self._texts: dict[str, str] = {}  # read: the folder may be moved, as a compile's is
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -72,12 +73,14 @@ class ListedSources(MetaPathFinder, ExecutionLoader):
         name = self._source_name(fullname)
         if name not in self._sources:
             return ""  # a folder without __init__.py
+        if name in self._texts:
+            return self._texts[name]
         content = (self._root / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != self._sources[name]:
             raise ArtifactError(
                 f"{self._root}: {name} has changed since it was checked; load it again"
             )
-        return content.decode("utf-8")
+        return self._texts.setdefault(name, content.decode("utf-8"))
 
     def _stem(self, fullname: str) -> str:
         return fullname[len(self.package) + 1 :].replace(".", "/")

@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from filelock import FileLock
 
-if importlib.util.find_spec("triton") is not None:
+if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
     from tests import triton_interpreter
 
     triton_interpreter.install()

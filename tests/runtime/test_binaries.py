@@ -156,6 +156,17 @@ def write_plan(root: Path, name: str, plan: object) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
+def test_an_artifact_that_was_moved_after_its_import(folder: Path, tmp_path: Path) -> None:
+    """As one that is compiled and loaded in one process: its folder is renamed at the end."""
+    record_program(folder, Artifact.open(folder).manifest)
+    bound, module = bind(folder.rename(tmp_path / "moved"))
+    assert bound.num_compiled == 2
+    for launch in recorded(module):
+        module.DOUBLE.loader(module.DOUBLE, 0, launch)
+    assert bound.num_compiled == 2
+
+
+@pytest.mark.usefixtures("cuda")
 def test_a_plan_chooses(folder: Path) -> None:
     write_plan(folder, "sm_90.json", {"double": {"*": {"BLOCK": 256}}})
     assert bind(folder)[1].CHOICES.for_rows(1) == {"BLOCK": 32}

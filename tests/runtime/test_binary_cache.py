@@ -100,13 +100,13 @@ def test_a_directory_that_cannot_be_written_is_said_once(
 def test_a_second_compile_takes_from_the_first(
     launches: list[Launch], cache: BinaryCache, compiled: list[str], tmp_path: Path
 ) -> None:
-    assert write_binaries(launches, (90,), tmp_path / "a", cache=cache) == 2
+    assert write_binaries({90: launches}, tmp_path / "a", cache=cache) == 2
     assert len(compiled) == 2
-    assert write_binaries(launches[:1], (90,), tmp_path / "b", cache=cache) == 1
-    assert write_binaries(launches, (90, 80), tmp_path / "c", cache=cache) == 4
+    assert write_binaries({90: launches[:1]}, tmp_path / "b", cache=cache) == 1
+    assert write_binaries({90: launches, 80: launches}, tmp_path / "c", cache=cache) == 4
     assert len(compiled) == 4, "two more for the other architecture"
     assert content(tmp_path / "a").items() <= content(tmp_path / "c").items()
-    write_binaries(launches, (90,), tmp_path / "d")
+    write_binaries({90: launches}, tmp_path / "d")
     assert len(compiled) == 6, "without a cache all are compiled"
 
 
@@ -117,9 +117,9 @@ def test_another_toolchain_compiles_anew_and_replaces(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_binaries(launches, (90,), tmp_path / "a", cache=cache)
+    write_binaries({90: launches}, tmp_path / "a", cache=cache)
     monkeypatch.setattr(cross_compile, "toolchain", lambda arch: ("3.9.0", "13.4"))
-    write_binaries(launches, (90,), tmp_path / "b", cache=cache)
+    write_binaries({90: launches}, tmp_path / "b", cache=cache)
     assert len(compiled) == 4
 
 
@@ -130,9 +130,9 @@ def test_variables_that_change_the_compiler_leave_the_cache_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_binaries(launches, (90,), tmp_path / "a", cache=cache)
+    write_binaries({90: launches}, tmp_path / "a", cache=cache)
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
-    write_binaries(launches, (90,), tmp_path / "b", cache=cache)
+    write_binaries({90: launches}, tmp_path / "b", cache=cache)
     assert len(compiled) == 4
 
 
@@ -140,7 +140,7 @@ def test_a_binary_from_the_cache_is_that_of_the_compiler(
     launches: list[Launch], cache: BinaryCache, tmp_path: Path
 ) -> None:
     for name in ("compiled", "found"):
-        write_binaries(launches[:1], (90,), tmp_path / name, cache=cache)
+        write_binaries({90: launches[:1]}, tmp_path / name, cache=cache)
     [(_, fresh)] = compile_all(cross_compile.specialisations(launches[:1], 90))
     assert content(tmp_path / "found") == content(tmp_path / "compiled")
     assert fresh.cubin in content(tmp_path / "found").values()

@@ -66,7 +66,7 @@ def test_a_number_of_workers_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setenv("OCTAVO_COMPILE_WORKERS", given)
     with pytest.raises(InvalidRequest, match=r"OCTAVO_COMPILE_WORKERS=.*a number of processes"):
-        write_binaries(launches, (90,), tmp_path)
+        write_binaries({90: launches}, tmp_path)
 
 
 @pytest.mark.parametrize(("given", "expected"), [("1", 1), ("2", 2), ("7", 3), ("", 3)])

@@ -107,17 +107,40 @@ def test_the_module_s_text_is_known(module: ModuleType) -> None:
         (("y", "y", 3, 0.5), {}, "x_ptr is torch.float32, not a tensor of torch.bfloat16"),
         (("x", "y", 3.0, 0.5), {}, "num is a float, not i32"),
         (("x", "y", "y", 0.5), {}, "num is Tensor, not i32"),
-        (("odd", "y", 3, 0.5), {}, "x_ptr begins 2 bytes into its storage"),
     ],
 )
 def test_arguments_that_do_not_fit(
     module: ModuleType, args: tuple[Any, ...], constants: dict[str, Any], message: str
 ) -> None:
     x = torch.empty(8, dtype=torch.bfloat16, device="meta")
-    tensors = {"x": x, "odd": x[1:], "y": torch.empty(8, device="meta")}
+    tensors = {"x": x, "y": torch.empty(8, device="meta")}
     given = [tensors.get(arg, arg) if isinstance(arg, str) else arg for arg in args]
     with pytest.raises(ValueError, match=re.escape(message)):
         module.SCALE_ADD.launch((1,), *given, **(constants or {"SCALE": 1.0, "BLOCK": 64}))
+
+
+def test_a_tensor_that_is_not_aligned_gets_another_binary(module: ModuleType) -> None:
+    x = torch.empty(9, dtype=torch.bfloat16, device="meta")
+    y = torch.empty(8, device="meta")
+    with recording() as launches:
+        launch(module, x[1:], y)
+        launch(module, x[:8], y)
+    odd, even = launches
+    assert even.kernel is module.SCALE_ADD
+    assert odd.kernel.signature == "x_ptr: *bf16@2, y_ptr: *f32@4, num: i32, bias: f32"
+    assert (odd.kernel.fn, odd.constants) == (even.kernel.fn, even.constants)
+    assert odd.identity != even.identity
+
+
+def test_alignment_that_cannot_be_done_without(module: ModuleType) -> None:
+    signature = "x_ptr: *bf16{}, y_ptr: *f32, num: i32, bias: f32"
+    x = torch.empty(9, dtype=torch.bfloat16, device="meta")[1:]
+    for kernel, message in (
+        (Kernel(module.scale_add, signature.format(""), is_strict=True), "x_ptr = 0x2 is not a"),
+        (Kernel(module.scale_add, signature.format("@8")), "x_ptr begins 2 bytes into its storage"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel.launch((1,), x, torch.empty(8, device="meta"), 8, 0.5, SCALE=1.0, BLOCK=64)
 
 
 def test_a_signature_that_does_not_fit_the_function(module: ModuleType) -> None:
