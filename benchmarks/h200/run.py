@@ -3,18 +3,19 @@
     python -m benchmarks.h200.run ARTIFACT... --output DIR [--seconds 540] [--tune 120] [--only ...]
 
 Artifacts need no weights: they are run with random ones. For each, DIR gets ``<artifact>.json``,
-written anew after each part, so that a run that is cut off has lost one part. What fails is noted
-and the rest goes on; no part is begun when the time is up. The tables are printed last.
+written anew after each part, so that a run that is cut off has lost one part. Each artifact is
+tuned in one process and measured in another. What fails is noted and the rest goes on; no part is
+begun when the time is up. The tables are printed last.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import shlex
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from octavo.bench.report import print_tables
 from octavo.bench.results import Results, write_results
 from octavo.bench.suite import Plan, Suite
 from octavo.bench.workload import read_lengths
+from octavo.ir.errors import OctavoError
 
 REQUESTS = Path(__file__).with_name("requests_500.json")
 PLAN = Plan(
@@ -48,16 +50,20 @@ PARTS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each artifact in the time that is left, shared out evenly."""
     options = _options(arguments)
+    command = shlex.split("python -m benchmarks.h200.run")
+    command += sys.argv[1:] if arguments is None else arguments
     end = time.monotonic() + options.seconds
     plan = _plan(options)
     found: list[Results] = []
     for number, artifact in enumerate(options.artifacts):
-        share = (end - time.monotonic()) / (len(options.artifacts) - number)
-        try:
-            found.append(_measure(artifact, plan, options, share))
-        except Exception:
-            print(f"{artifact}: not measured", flush=True)
-            traceback.print_exc(limit=-4, file=sys.stdout)
+        own_end = time.monotonic() + (end - time.monotonic()) / (len(options.artifacts) - number)
+        if options.tune:
+            seconds = min(options.tune, own_end - time.monotonic())
+            if not in_own_process(tune, artifact, seconds, options.output):
+                print(f"{artifact}: not tuned", flush=True)
+        results = _measured(artifact, plan, command, options.output, own_end - time.monotonic())
+        if results is not None:
+            found.append(results)
     for results in found:
         print_tables(results)
 
@@ -84,38 +90,68 @@ def _plan(options: argparse.Namespace) -> Plan:
     return plan
 
 
-def _measure(artifact: Path, plan: Plan, options: argparse.Namespace, share: float) -> Results:
+def in_own_process(target: Callable[..., object], *arguments: object) -> bool:
+    """Call a function in a new process of this interpreter; whether it ended well.
+
+    What it prints goes where our output goes. A process that has tuned or measured is no place to
+    measure in: collections walk through all that is left in its heap, and after a fault its GPU is
+    of no use to it.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    process.start()
+    try:
+        process.join()
+    finally:
+        process.kill()  # only when we were interrupted is there anything to end
+    return process.exitcode == 0
+
+
+def _measured(
+    artifact: Path, plan: Plan, command: list[str], output: Path, seconds: float
+) -> Results | None:
+    """What a process of its own has measured; also what one that failed had saved until then."""
+    path = output / f"{artifact.name}.json"
+    before = _written_at(path)
+    ended_well = in_own_process(measure, artifact, plan, command, path, seconds)
+    if _written_at(path) == before:
+        print(f"{artifact}: not measured", flush=True)
+        return None
+    if not ended_well:
+        print(f"{artifact}: its process failed, not all is measured", flush=True)
+    try:
+        return Results.from_json(path.read_text("utf-8"), str(path))
+    except OctavoError as error:  # it ended while it wrote
+        print(f"{artifact}: not measured: {error}", flush=True)
+        return None
+
+
+def _written_at(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def measure(artifact: Path, plan: Plan, command: list[str], path: Path, seconds: float) -> None:
+    """Measure one artifact, and write its results into ``path`` after each part."""
     start = time.monotonic()
 
     def show(text: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {artifact.name}: {text}", flush=True)
 
-    if options.tune:
-        _tune(artifact, min(options.tune, share), options.output)
-    path = options.output / f"{artifact.name}.json"
-    command = shlex.split("python -m benchmarks.h200.run") + sys.argv[1:]
-    suite = Suite(
+    Suite(
         artifact,
         plan,
         command,
         show=show,
         save=lambda results: write_results(results, path),
-        seconds=share - (time.monotonic() - start),
-    )
-    return suite.run()
+        seconds=seconds,
+    ).run()
 
 
-def _tune(artifact: Path, seconds: float, output: Path) -> None:
-    """Tune first, and carry the plan home beside the figures."""
+def tune(artifact: Path, seconds: float, output: Path) -> None:
+    """Tune an artifact, and carry the plan home beside the figures."""
     from octavo.cli.tune import print_report
     from octavo.runtime.tune import tune_artifact
 
-    try:
-        report = tune_artifact(artifact, seconds=seconds)
-    except Exception:
-        print(f"{artifact}: not tuned", flush=True)
-        traceback.print_exc(limit=-4, file=sys.stdout)
-        return
+    report = tune_artifact(artifact, seconds=seconds)
     print_report(artifact, report)
     goal = output / artifact.name / report.path.name
     goal.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from command_line import ROOT, Command, assert_refused
 from benchmarks.h200 import run as h200
 from octavo.bench import profile_kernels, roofline
 from octavo.bench.profile_modules import profile_modules
-from octavo.bench.results import Results
+from octavo.bench.results import Results, write_results
 from octavo.bench.suite import Plan, Suite, artifact_of
 from octavo.bench.traffic import Traffic
 from octavo.ir.errors import OctavoError
@@ -161,7 +163,7 @@ def test_the_script_for_the_h200_writes_results(
     tiny_artifact: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     small = dataclasses.replace(
         h200.PLAN, input_len=4, output_len=8, prefill=((2, 9),), requests=((3, 2),), options={}
@@ -169,13 +171,54 @@ def test_the_script_for_the_h200_writes_results(
     monkeypatch.setattr(h200, "PLAN", small)
     only = ("--only", "decode", "prefill", "requests", "--batch-size", "1", "2", "--repeats", "1")
     missing = tmp_path / "missing"
-    h200.main([str(missing), str(tiny_artifact), "--output", str(tmp_path), *only])
+    (tmp_path / "missing.json").write_text("what an earlier run left")
+    arguments = [str(missing), str(tiny_artifact), "--output", str(tmp_path), *only]
+    h200.main([*arguments, "--tune", "9"])
     results = Results.from_json((tmp_path / f"{tiny_artifact.name}.json").read_text())
     assert [figure.batch_size for figure in results.decode] == [1, 2]
     assert (len(results.prefill), len(results.throughput), results.startup) == (1, 1, [])
-    shown = capsys.readouterr().out
-    assert f"{missing}: not measured" in shown
-    assert "Decode" in shown
+    assert results.command == ["python", "-m", "benchmarks.h200.run", *arguments, "--tune", "9"]
+    shown = capfd.readouterr()
+    assert f"{missing}: not measured" in shown.out
+    # A failed tuning has stopped nothing, and says why: the children's output is passed through.
+    assert f"{tiny_artifact}: not tuned" in shown.out
+    assert "only Triton kernels are tuned" in shown.err
+    assert f"{tiny_artifact.name}: decode, batch 2" in shown.out
+    assert "Decode" in shown.out
+
+
+def test_a_process_of_its_own_may_fail_or_die(tmp_path: Path) -> None:
+    assert h200.in_own_process((tmp_path / "made").mkdir)
+    assert (tmp_path / "made").is_dir()
+    assert not h200.in_own_process((tmp_path / "made").mkdir)
+    assert h200.in_own_process(os._exit, 0)
+    assert not h200.in_own_process(os._exit, 3)
+    assert not h200.in_own_process(signal.raise_signal, signal.SIGKILL)
+
+
+def test_what_a_process_saved_before_it_died_counts(
+    tiny_artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / f"{tiny_artifact.name}.json"
+    plan = Plan(batch_sizes=(1,), input_len=4, output_len=8, repeats=1)
+
+    def one_part(target: object, *arguments: object) -> bool:
+        """A process that saves a part and dies."""
+        Suite(tiny_artifact, plan, [], save=lambda results: write_results(results, path)).run()
+        return False
+
+    monkeypatch.setattr(h200, "in_own_process", one_part)
+    results = h200._measured(tiny_artifact, h200.PLAN, [], tmp_path, 60.0)
+    assert results is not None
+    assert [figure.batch_size for figure in results.decode] == [1]
+    assert "its process failed, not all is measured" in capfd.readouterr().out
+    path.write_text("{")
+    monkeypatch.setattr(h200, "in_own_process", lambda *_: path.write_text('{"sch') < 0)
+    assert h200._measured(tiny_artifact, h200.PLAN, [], tmp_path, 60.0) is None
+    assert "not measured" in capfd.readouterr().out
 
 
 def test_the_requests_of_the_h200_are_500() -> None:
