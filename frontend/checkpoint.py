@@ -17,29 +17,12 @@ import torch
 
 from octavo.frontend.weights import TensorInfo
 from octavo.ir.errors import OctavoError
+from octavo.ir.safetensors_dtypes import SAFETENSORS_DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # The library's own bound on the header; a larger length is a corrupt file, not a large model.
 _MAX_HEADER_BYTES = 100_000_000
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class SafetensorsFile:
@@ -62,12 +45,12 @@ class SafetensorsFile:
             begin, end = (int(offset) for offset in entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise _corrupt(self.path, f"the header entry of '{name}' is malformed") from None
-        if dtype_name not in _DTYPES:
+        if dtype_name not in SAFETENSORS_DTYPES:
             raise OctavoError(
                 f"{self.path.name}: tensor '{name}' has dtype {dtype_name}, which is not supported;"
-                f" expected one of {', '.join(_DTYPES)}"
+                f" expected one of {', '.join(SAFETENSORS_DTYPES)}"
             )
-        info = TensorInfo(shape, _DTYPES[dtype_name])
+        info = TensorInfo(shape, SAFETENSORS_DTYPES[dtype_name])
         if begin < 0 or end - begin != info.num_bytes:
             raise _corrupt(
                 self.path,

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.ir.safetensors_dtypes import SAFETENSORS_DTYPES
 from octavo.runtime.artifact import Artifact, read_json_object
 from octavo.runtime.artifact_files import RECOMPILE
 from octavo.runtime.errors import ArtifactError
@@ -26,22 +27,6 @@ _ALIGNMENT = 256
 _PIECE_BYTES = 32 * 2**20
 _NUM_THREADS = 8
 _DUMMY_STD = 0.02  # as most models are initialised: activations stay finite through all layers
-
-# The names of the safetensors format.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ def shard_header(path: Path) -> dict[str, StoredWeight]:
         start = 8 + length
         return {
             name: StoredWeight(
-                _DTYPES[entry["dtype"]],
+                SAFETENSORS_DTYPES[entry["dtype"]],
                 tuple(entry["shape"]),
                 path,
                 start + entry["data_offsets"][0],
