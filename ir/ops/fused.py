@@ -172,31 +172,22 @@ def rotary_paged_attention(
 def _(
     kv: KVType,
     q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    cos: TensorType,
-    sin: TensorType,
-    slot_mapping: TensorType,
-    block_table: TensorType,
-    query_start: TensorType,
-    seq_lens: TensorType,
-    sinks: TensorType | None = None,
-    q_norm: TensorType | None = None,
-    k_norm: TensorType | None = None,
-    *,
+    *others: TensorType | None,
     slot: int,
     interleaved: bool = False,
     norm_eps: float | None = None,
     **attrs: object,
 ) -> tuple[TensorType, KVType]:
-    for weight in (q_norm, k_norm):
+    """By the rules of the two ops that it is made of, whose operands follow each other."""
+    num_new = len(rotary_kv_write.operands[2:])
+    num_read = len(paged_attention.operands[2:])
+    new, read = others[:num_new], others[num_new : num_new + num_read]
+    for weight in others[num_new + num_read :]:
         if weight is not None and (norm_eps is None or weight.shape != q.shape[2:]):
             raise VerifyError(f"rotary_paged_attention: the norm weight {weight} does not fit {q}")
     assert rotary_kv_write.infer_rule is not None, "declared with a rule"
     assert paged_attention.infer_rule is not None, "declared with a rule"
-    rotary_kv_write.infer_rule(
-        kv, q, k, v, cos, sin, slot_mapping, slot=slot, interleaved=interleaved
-    )
-    out = paged_attention.infer_rule(q, kv, block_table, query_start, seq_lens, sinks, slot=slot)
+    rotary_kv_write.infer_rule(kv, q, *new, slot=slot, interleaved=interleaved)
+    out = paged_attention.infer_rule(q, kv, *read, slot=slot)
     assert isinstance(out, TensorType), "attention gives one tensor"
     return out, kv
