@@ -100,11 +100,24 @@ def with_rows(call: ModuleCall) -> tuple[ModuleCall, Any]:
 
 @dataclass(frozen=True)
 class StepSize:
-    """A step to look at: decode if each of its sequences has one token, else prefill."""
+    """A step to look at: decode if each of its sequences has one token, else prefill.
+
+    Sequences have ``context`` tokens each, or as many on average: unless ``is_even`` from a quarter
+    of it to seven quarters, as requests that come and go have.
+    """
 
     num_tokens: int
     num_seqs: int
     context: int
+    is_even: bool = True
+
+    def contexts(self) -> Tensor:
+        """``i64[num_seqs]``, in no order."""
+        if self.is_even or self.num_seqs == 1:
+            return torch.full((self.num_seqs,), self.context)
+        least = self.context // 4
+        ordered = torch.linspace(least, 2 * self.context - least, self.num_seqs).long()
+        return ordered[torch.randperm(self.num_seqs, generator=torch.Generator().manual_seed(0))]
 
 
 class StepProgram:
@@ -137,7 +150,8 @@ class StepProgram:
         self, artifact: Artifact, sizes: list[StepSize]
     ) -> list[tuple[Tensor, Tensor]]:
         slots = artifact.manifest.kv_slots
-        wanted = max(size.num_seqs * (size.context + self.block_size) for size in sizes)
+        longest = {size: int(size.contexts().max()) for size in sizes}
+        wanted = max(s.num_seqs * (longest[s] + self.block_size) for s in sizes)
         available = wanted * block_bytes(slots, artifact.dtype, self.block_size)
         if self.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(self.device)[0] * _CACHE_SHARE)
@@ -174,14 +188,14 @@ class StepProgram:
         return next((cache for cache in caches if cache.data_ptr() == tensor.data_ptr()), None)
 
     def _inputs(self, size: StepSize) -> tuple[Tensor, ...]:
-        """A step's inputs (docs/architecture.md): every sequence ends at ``context`` tokens.
+        """A step's inputs (docs/architecture.md).
 
         Where the cache is too small for all of them, sequences share blocks.
         """
         each, more = divmod(size.num_tokens, size.num_seqs)
         counts = torch.tensor([each + (s < more) for s in range(size.num_seqs)])
         query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        lens = torch.clamp(counts, min=size.context)
+        lens = torch.maximum(counts, size.contexts())
         width = -(-int(lens.max()) // self.block_size)
         blocks = torch.arange(size.num_seqs * width).view(size.num_seqs, width)
         table = 1 + blocks % (self.num_blocks - 1)

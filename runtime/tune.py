@@ -34,7 +34,7 @@ from octavo.runtime.plans import Plan, current_plan, gpu_plan_name
 from octavo.runtime.program_loader import import_program
 from octavo.runtime.record_program import MAX_DECODE, kernel_modules, record_module
 
-CONTEXT = 1024  # tokens that each sequence of a decode step attends to
+CONTEXT = 1024  # tokens that a sequence of a decode step attends to on average
 MANY_TOKENS = 8192  # of a step in the last row bucket
 _PROMPT = 2048  # tokens of a prompt in a prefill step
 _ENOUGH_BYTES = 1 << 30  # of distinct operands in one replay: many times any L2 cache
@@ -154,7 +154,9 @@ def step_sizes(modules: Iterable[ModuleType]) -> list[StepSize]:
     sizes = []
     for rows in [*sorted(bounds - {None}), MANY_TOKENS]:
         num_seqs = rows if rows <= MAX_DECODE else -(-rows // _PROMPT)
-        sizes.append(StepSize(rows, num_seqs, CONTEXT if rows <= MAX_DECODE else 1))
+        is_decode = rows <= MAX_DECODE
+        # Were they even, one share for each sequence would be best, and a long one waited for.
+        sizes.append(StepSize(rows, num_seqs, CONTEXT if is_decode else 1, is_even=not is_decode))
     return sizes
 
 

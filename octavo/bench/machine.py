@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import timeit
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ def describe_machine() -> Machine:
         num_cpus=os.cpu_count() or 1,
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         versions=_versions(has_gpu),
+        python_rate=_python_rate(),
     )
 
 
@@ -44,6 +46,11 @@ def describe_model(artifact: Artifact, load_format: str) -> Model:
         weight_bytes=sum(e.size for name, e in manifest.files.items() if is_weight(name)),
         load_format=load_format,
     )
+
+
+def _python_rate(num_turns: int = 1_000_000) -> float:
+    """Turns of a loop a second: the best of five, since whatever else runs only slows it."""
+    return num_turns / min(timeit.repeat("pass", number=num_turns, repeat=5))
 
 
 def _versions(has_gpu: bool) -> dict[str, str]:

@@ -87,7 +87,8 @@ def measure_throughput(
     jobs = of_lengths(lengths, llm.vocab_size)
     few = of_lengths([(prompt, min(new, 4)) for prompt, new in lengths[:64]], llm.vocab_size)
     run(llm.engine, few)
-    seconds = statistics.median(run(llm.engine, jobs).seconds for _ in range(repeats))
+    timelines = [run(llm.engine, jobs) for _ in range(repeats)]
+    seconds = statistics.median(timeline.seconds for timeline in timelines)
     prompt_tokens = sum(prompt for prompt, _ in lengths)
     output_tokens = sum(new for _, new in lengths)
     return Throughput(
@@ -99,4 +100,5 @@ def measure_throughput(
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(prompt_tokens + output_tokens) / seconds,
         requests_per_second=len(lengths) / seconds,
+        steps=timelines[-1].groups(),
     )

@@ -43,6 +43,7 @@ def grids(results: Results) -> Iterator[Grid]:
         yield _prefill_grid(results.prefill)
     if results.throughput:
         yield _throughput_grid(results.throughput)
+        yield from (_steps_grid(figure) for figure in results.throughput if figure.steps)
     if results.startup:
         yield _startup_grid(results.startup)
     yield from map(_profile_grid, results.profiles)
@@ -69,6 +70,20 @@ def _throughput_grid(throughputs: Sequence[Throughput]) -> Grid:
     ]
     columns = ("requests at once", "output tokens/s", "all tokens/s", "requests/s", "s")
     return Grid("Throughput", columns, rows)
+
+
+def _steps_grid(throughput: Throughput) -> Grid:
+    rows = [
+        (
+            group.kind,
+            f"{group.num_steps:,}",
+            f"{group.seconds:.2f}",
+            f"{group.seconds / group.num_steps * 1e3:.2f}",
+        )
+        for group in throughput.steps
+    ]
+    title = f"Steps of {throughput.num_requests} requests at once, by their sequences"
+    return Grid(title, ("steps", "number", "s", "ms a step"), rows)
 
 
 def _startup_grid(startups: Sequence[Startup]) -> Grid:
@@ -135,10 +150,12 @@ def heading(results: Results) -> list[str]:
     model, machine, roof = results.model, results.machine, results.roofline
     kind = f"{model.dtype}, {model.quantization}" if model.quantization else model.dtype
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    rate = machine.python_rate
+    speed = "" if rate is None else f" ({rate / 1e6:.1f} M turns of a Python loop a second)"
     return [
         f"{model.name} ({model.architecture}), {kind}, {model.target}, "
         f"{model.load_format} weights, {model.artifact_id[:19]}",
-        f"{machine.gpu or machine.cpu}, {machine.num_cpus} CPUs; {versions}; {machine.date}",
+        f"{machine.gpu or machine.cpu}, {machine.num_cpus} CPUs{speed}; {versions}; {machine.date}",
         f"Measured here: read {roof.read_rate / 1e9:,.1f} GB/s, copy {roof.copy_rate / 1e9:,.1f} "
         f"GB/s, {roof.dtype} matmul {roof.matmul_rate / 1e12:,.2f} TFLOP/s",
     ]

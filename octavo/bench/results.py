@@ -17,7 +17,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it ran: names of processor and GPU (None without one), versions by package."""
+    """Where it ran: names of processor and GPU (None without one), versions by package.
+
+    ``python_rate`` is how many turns of an empty Python loop a second one core makes: what the
+    host's part of a step takes differs by as much between machines with one processor's name.
+    """
 
     date: str
     system: str
@@ -25,6 +29,7 @@ class Machine:
     num_cpus: int
     gpu: str | None
     versions: dict[str, str]
+    python_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,17 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class StepGroup:
+    """Steps of one kind, and the seconds that they took together."""
+
+    kind: str
+    num_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Throughput:
-    """Many requests of different lengths, all submitted at once."""
+    """Many requests of different lengths, all submitted at once; ``steps`` is of the last run."""
 
     source: str
     num_requests: int
@@ -87,6 +101,7 @@ class Throughput:
     output_tokens_per_second: float
     total_tokens_per_second: float
     requests_per_second: float
+    steps: list[StepGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,6 @@ class Results:
 _ITEMS: dict[str, type[Any]] = {
     "decode": Decode,
     "prefill": Prefill,
-    "throughput": Throughput,
     "startup": Startup,
 }
 _PARTS: dict[str, type[Any]] = {"machine": Machine, "model": Model, "roofline": Roofline}
@@ -170,6 +184,11 @@ _PARTS: dict[str, type[Any]] = {"machine": Machine, "model": Model, "roofline": 
 def _read(key: str, value: Any) -> Any:
     if key in _PARTS:
         return _PARTS[key](**value)
+    if key == "throughput":
+        return [
+            Throughput(**{**item, "steps": [StepGroup(**each) for each in item.get("steps", [])]})
+            for item in value
+        ]
     if key in _ITEMS:
         return [_ITEMS[key](**item) for item in value]
     if key == "profiles":

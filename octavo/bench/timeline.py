@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.bench.results import StepGroup
 from octavo.bench.workload import Job
 from octavo.ir.errors import OctavoError
 from octavo.runtime.engine import Engine
@@ -77,8 +78,24 @@ class Timeline:
             )
         return end - start, last.seconds - first.seconds
 
+    def groups(self) -> list[StepGroup]:
+        """Steps with parts of prompts, then decode steps by the number of sequences in them."""
+        found: dict[str, list[float]] = {}
+        before = StepTime(0.0, 0, 0, has_prefill=True)
+        for step in self.steps:
+            kind = "prompts" if step.has_prefill else _decode_kind(step, before)
+            found.setdefault(kind, []).append(step.seconds - before.seconds)
+            before = step
+        return [StepGroup(kind, len(each), sum(each)) for kind, each in found.items()]
+
     def _last_prefill(self) -> int:
         return max(i for i, step in enumerate(self.steps) if step.has_prefill)
+
+
+def _decode_kind(step: StepTime, before: StepTime) -> str:
+    """By the next power of two above the number of sequences: each got a token."""
+    num_seqs = max(1, step.num_tokens - before.num_tokens)
+    return f"decode, up to {1 << (num_seqs - 1).bit_length()}"
 
 
 def run(engine: Engine, jobs: Sequence[Job]) -> Timeline:

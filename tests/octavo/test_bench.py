@@ -20,6 +20,7 @@ from octavo.bench.results import (
     Profile,
     Results,
     Startup,
+    StepGroup,
     Throughput,
     with_efficiency,
 )
@@ -57,7 +58,12 @@ RESULTS = Results(
     roofline=Roofline(4.4e12, 4.2e12, 8e14, "bfloat16"),
     decode=with_efficiency([decode(1, 250.0), decode(8, 1600.0)]),
     prefill=[Prefill(16, 2048, 42_000.4, 0.78, 0.6, 0.77)],
-    throughput=[Throughput("requests.json", 500, 1000, 2000, 4.0, 500.0, 750.0, 125.0)],
+    throughput=[
+        Throughput(
+            "requests.json", 500, 1000, 2000, 4.0, 500.0, 750.0, 125.0,
+            [StepGroup("prompts", 4, 1.0), StepGroup("decode, up to 8", 1500, 3.0)],
+        )
+    ],
     startup=[Startup({"import": 1.5, "load": 3.25})],
     profiles=[Profile(1, 640, "by the profiler", [KernelTime("a|b", 32, 100.0, 400_000_000, 0.9)])],
     failures=["Hugging Face: RuntimeError: no"],
@@ -79,6 +85,23 @@ def test_decode_is_timed_between_the_last_prefill_and_the_first_end() -> None:
     assert line.decode() == (2, 1.25)
     assert (line.prefill_seconds, line.first_token_seconds, line.seconds) == (3.0, 1.0, 9.0)
     assert line.num_tokens == 8
+
+
+def test_steps_are_grouped_by_their_sequences() -> None:
+    line = steps(
+        (1.0, 1, 0, True),
+        (2.0, 6, 0, False),  # five tokens
+        (2.5, 14, 0, False),  # eight
+        (4.0, 15, 0, True),
+        (4.5, 24, 1, False),  # nine
+        (4.75, 24, 2, False),  # none: a request ended without one
+    )
+    assert line.groups() == [
+        StepGroup("prompts", 2, 2.5),
+        StepGroup("decode, up to 8", 2, 1.5),
+        StepGroup("decode, up to 16", 1, 0.5),
+        StepGroup("decode, up to 1", 1, 0.25),
+    ]
 
 
 def test_outputs_that_end_with_the_prefill_have_no_decode() -> None:
@@ -169,6 +192,14 @@ def test_results_are_read_as_they_were_written() -> None:
 def test_other_results_are_refused(text: str) -> None:
     with pytest.raises(OctavoError, match=r"r\.json holds no results .*octavo bench"):
         Results.from_json(text, "r.json")
+
+
+def test_results_of_before_there_were_groups_of_steps_are_read() -> None:
+    body = json.loads(RESULTS.to_json())
+    del body["throughput"][0]["steps"], body["machine"]["python_rate"]
+    read = Results.from_json(json.dumps(body))
+    assert read.throughput[0].steps == []
+    assert (read.machine.python_rate, read.decode) == (None, RESULTS.decode)
 
 
 def test_tables_as_markdown() -> None:

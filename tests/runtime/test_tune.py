@@ -104,7 +104,7 @@ def tuned(
     """Tune with a clock that knows how long each candidate takes."""
     modules = modules_of(artifact)
     [module] = modules
-    sizes = [StepSize(4, 4, 32), StepSize(40, 2, 1)]
+    sizes = [StepSize(4, 4, 32, is_even=False), StepSize(40, 2, 1)]
 
     def timer(body: Callable[[], None]) -> float:
         module.RAN.clear()
@@ -163,7 +163,7 @@ def test_choices_are_the_same_for_the_same_times() -> None:
 
 def test_steps_reach_the_largest_rows_of_each_bucket(artifact: Artifact) -> None:
     sizes = tune.step_sizes(modules_of(artifact))
-    assert sizes == [StepSize(4, 4, 1024), StepSize(8192, 4, 1)]
+    assert sizes == [StepSize(4, 4, 1024, is_even=False), StepSize(8192, 4, 1)]
 
 
 def test_a_written_plan_is_found_and_leaves_the_content_id(artifact: Artifact) -> None:
@@ -187,6 +187,18 @@ def test_decode_steps_end_at_the_context_and_do_not_share_blocks(artifact: Artif
     assert table.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert slots.tolist() == [3 * 16 + 7, 6 * 16 + 7, 9 * 16 + 7]
     assert (query_start.tolist(), rows.tolist(), len(ids)) == ([0, 1, 2, 3], [0, 1, 2], 3)
+
+
+def test_uneven_contexts_are_the_wanted_one_on_average(artifact: Artifact) -> None:
+    size = StepSize(9, 9, 40, is_even=False)
+    step = StepProgram(artifact, torch.device("cpu"), [size])
+    *_, table, query_start, seq_lens, _ = step._inputs(size)
+    assert sorted(seq_lens.tolist()) == [10, 17, 25, 32, 40, 47, 55, 62, 70]
+    assert seq_lens.tolist() != sorted(seq_lens.tolist())
+    assert len(table.unique()) == table.numel(), "sequences share blocks"
+    assert query_start.tolist() == list(range(10))
+    one = StepSize(1, 1, 40, is_even=False)
+    assert one.contexts().tolist() == [40]
 
 
 def test_prefill_steps_share_out_their_tokens(artifact: Artifact) -> None:
