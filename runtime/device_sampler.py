@@ -1,14 +1,15 @@
 """Sampling on the device that the logits are on: a step's tokens never wait for the host.
 
-The kernel of the artifact (templates/triton/sample.py.j2) draws the tokens. Bans and
+The kernel of the artifact (templates/triton/sample.py.j2) draws the tokens. Edits of the logits and
 log-probabilities, which few rows ask for, are PyTorch's part.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.runtime.logit_edits import apply_edits, is_edited
 from octavo.runtime.pinned import PinnedBuffer
 from octavo.runtime.sampler import (
-    NOT_FINITE,
     LogprobTensors,
     SampledToken,
     SampleRow,
     TokenLogprobs,
+    fault_messages,
     logprob_counts,
     raw_logprobs,
 )
@@ -118,11 +120,17 @@ class PendingSample:
         counts: dict[int, int],
         logprobs: LogprobTensors | None,
         home: _Home,
+        *,
+        edited: Collection[int] = (),
+        errors: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """Start the copy of ``i64[R]``, ``i32[R]`` and the log-probabilities of rows ``counts``.
 
-        The first two go to ``home``, which nothing else may be copied to before ``result``.
+        Rows ``edited`` were chosen from other logits than the model's; ``errors`` are known.
+        Tokens and faults go to ``home``, which nothing else may be copied to before ``result``.
         """
+        self._edited = edited
+        self._errors = errors
         self._tokens = home.tokens.take_from(tokens)
         self._fault = home.fault.take_from(fault)
         self._counts = counts
@@ -147,11 +155,11 @@ class PendingSample:
         if self._logprobs is not None:
             found = self._logprobs.rows(list(self._counts.values()))
             logprobs = dict(zip(self._counts, found, strict=True))
+        faults = [i for i, is_fault in enumerate(self._fault.tolist()) if is_fault]
+        errors = fault_messages(faults, self._edited) | dict(self._errors)
         return [
-            SampledToken(token_id, logprobs.get(i), NOT_FINITE if is_fault else None)
-            for i, (token_id, is_fault) in enumerate(
-                zip(self._tokens.tolist(), self._fault.tolist(), strict=True)
-            )
+            SampledToken(token_id, logprobs.get(i), errors.get(i))
+            for i, token_id in enumerate(self._tokens.tolist())
         ]
 
 
@@ -159,8 +167,8 @@ class DeviceSampler:
     """Chooses tokens for the rows of a step into ``tokens``, in two parts.
 
     ``sample`` is a fixed sequence of kernels, for CUDA graphs, that treats all rows as unfiltered;
-    ``finish`` chooses again where a row has filters or bans, which only the host knows. Of its
-    results up to 4 may be unread at a time.
+    ``finish`` chooses again where a row has filters or edits, which only the host knows. Of
+    its results up to 4 may be unread at a time.
     """
 
     def __init__(self, module: SampleModule, workspace: Workspace, tokens: Tensor) -> None:
@@ -169,7 +177,6 @@ class DeviceSampler:
         self._module = module
         self._workspace = workspace
         self._fault = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
-        self._banned = torch.full((), -torch.inf, device=tokens.device)
         homes = (_Home.of(len(tokens), tokens.device) for _ in range(_MOST_IN_FLIGHT))
         self._homes = deque(homes)
 
@@ -189,7 +196,7 @@ class DeviceSampler:
     def finish(
         self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]
     ) -> PendingSample:
-        """After ``sample``: filters, bans, log-probabilities of rows, and the copy to the host.
+        """After ``sample``: filters, edits, log-probabilities of rows, and the copy to the host.
 
         ``logits`` and ``sampling`` may have padding after the rows. Nothing in here waits.
         """
@@ -197,39 +204,49 @@ class DeviceSampler:
         logits, sampling = logits[:num_rows], _each(sampling, lambda column: column[:num_rows])
         if any(_has_filters(row) for row in rows):
             self.sample(logits, sampling, has_filters=True)
-        if any(row.banned_token_ids for row in rows):
-            self._sample_without_banned(logits, sampling, rows)
+        edited = [i for i, row in enumerate(rows) if is_edited(row)]
+        errors = self._sample_edited(logits, sampling, rows, edited) if edited else {}
         counts = logprob_counts(rows, self._module.VOCAB_SIZE)
         logprobs = None
         if counts:
-            asked = self._put(list(counts))
+            asked = self._put(np.array(list(counts), dtype=np.int64))
             chosen_ids = self.tokens.index_select(0, asked)
             logprobs = raw_logprobs(logits[asked], chosen_ids, max(counts.values()))
         home = self._homes[0]
         self._homes.rotate(1)
-        return PendingSample(self.tokens[:num_rows], self._fault[:num_rows], counts, logprobs, home)
+        return PendingSample(
+            self.tokens[:num_rows],
+            self._fault[:num_rows],
+            counts,
+            logprobs,
+            home,
+            edited=edited,
+            errors=errors,
+        )
 
-    def _sample_without_banned(
-        self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]
-    ) -> None:
-        """Choose again for the rows that have bans, from a copy of their logits."""
-        picked = [i for i, row in enumerate(rows) if row.banned_token_ids]
-        banned = [rows[i].banned_token_ids for i in picked]
-        columns = [token_id for token_ids in banned for token_id in token_ids]
-        places = [at for at, token_ids in enumerate(banned) for _ in token_ids]
-        index = self._put(picked)
+    def _sample_edited(
+        self,
+        logits: Tensor,
+        sampling: SampleTensors,
+        rows: Sequence[SampleRow],
+        edited: list[int],
+    ) -> dict[int, str]:
+        """Choose again for rows ``edited``, from a copy of their logits; says what went wrong."""
+        picked = [rows[i] for i in edited]
+        index = self._put(np.array(edited, dtype=np.int64))
         allowed = logits.index_select(0, index)
-        allowed.index_put_((self._put(places), self._put(columns)), self._banned)
+        errors = apply_edits(allowed, picked, self._put)
         tokens, fault = torch.empty_like(index), torch.empty_like(index, dtype=torch.int32)
         self._run(
             allowed,
             _each(sampling, lambda column: column.index_select(0, index)),
             tokens,
             fault,
-            any(_has_filters(rows[i]) for i in picked),
+            any(_has_filters(row) for row in picked),
         )
         self.tokens.index_copy_(0, index, tokens)
         self._fault.index_copy_(0, index, fault)
+        return {edited[at]: error for at, error in errors.items()}
 
     def _run(
         self,
@@ -255,11 +272,12 @@ class DeviceSampler:
             workspace=self._workspace,
         )
 
-    def _put(self, values: list[int]) -> Tensor:
-        """``i64[N]`` on the device, copied from pinned memory: from other memory it would wait."""
-        is_cuda = self.tokens.is_cuda
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda)
-        return host.to(self.tokens.device, non_blocking=True)
+    def _put(self, values: NDArray[Any]) -> Tensor:
+        """The array on the device, copied from pinned memory: from other memory it would wait."""
+        host = torch.from_numpy(values)
+        if not self.tokens.is_cuda:
+            return host
+        return host.pin_memory().to(self.tokens.device, non_blocking=True)
 
 
 def make_sampler(program: Any, tokens: Tensor) -> DeviceSampler:

@@ -12,6 +12,7 @@ from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import EngineError
 from octavo.runtime.executor import PendingStep, StepExecutor
+from octavo.runtime.logit_rules import make_rules
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.request import Request
@@ -50,6 +51,7 @@ class Engine:
         config: SchedulerConfig,
         *,
         max_model_len: int,
+        vocab_size: int,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         seed: int = 0,
@@ -58,6 +60,7 @@ class Engine:
         self.executor = executor
         self.scheduler = Scheduler(config, blocks)
         self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
@@ -92,6 +95,10 @@ class Engine:
             seed=params.seed if params.seed is not None else self._seed,
             stream=0 if own_seed else _FIRST_OWN_STREAM + self._num_requests,
         )
+        rules = make_rules(
+            params, prompt_token_ids, tokenizer=self._tokenizer, vocab_size=self._vocab_size
+        )
+        request.waits_for_token = rules is not None and rules.depends_on_output
         processor = OutputProcessor(
             request,
             prompt=prompt,
@@ -99,6 +106,7 @@ class Engine:
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
             arrival_time=time.monotonic(),
+            rules=rules,
         )
         self.scheduler.add(request)
         self._num_requests += 1
@@ -196,13 +204,14 @@ class Engine:
         self._last_finish = now
 
     def _row(self, request: Request) -> SampleRow:
-        params = request.params
+        params, processor = request.params, self._live[request.request_id]
         return SampleRow(
             params,
             request.seed,
             request.stream,
             len(request.token_ids) + request.num_pending,
-            self._live[request.request_id].banned_token_ids if params.min_tokens else (),
+            processor.banned_token_ids if params.min_tokens else (),
+            None if processor.rules is None else processor.rules.edits(),
         )
 
     def _commit(self, request_id: str, token: SampledToken, now: float) -> RequestOutput | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.checked_params import checked_params
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError, InvalidRequest
 from octavo.runtime.llm_options import LLMOptions, resolve_options
@@ -226,28 +226,11 @@ class LLM:
         return checked
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling parameters must be SamplingParams, got {params!r:.80}")
-        # A copy, checked again: its fields may have been set since it was made, and may be later.
-        params = dataclasses.replace(params)
-        vocab_size = self.vocab_size
-        for token_id in params.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise InvalidRequest(
-                    f"stop token id {token_id} is not in the vocabulary of {vocab_size} tokens"
-                )
-        self._check_logprobs(params.logprobs)
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
-        return params
-
-    def _check_logprobs(self, wanted: int | None) -> None:
-        limit = self.options.max_logprobs
-        if wanted is None or limit == -1 or 0 <= wanted <= limit:
-            return
-        raise InvalidRequest(
-            f"logprobs={wanted} is beyond max_logprobs={limit}; ask for fewer, or load with a "
-            "higher max_logprobs (-1 for no limit)"
+        return checked_params(
+            params,
+            vocab_size=self.vocab_size,
+            max_logprobs=self.options.max_logprobs,
+            has_tokenizer=self._tokenizer is not None,
         )
 
     def _run(

@@ -59,6 +59,7 @@ def load_engine(
         BlockManager(capacity.kv_cache.num_blocks, capacity.kv_cache.block_size),
         config,
         max_model_len=capacity.max_model_len,
+        vocab_size=artifact.manifest.vocab_size,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(artifact, tokenizer),
         seed=options.seed,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.runtime.detokenizer import IncrementalDetokenizer
+from octavo.runtime.logit_rules import LogitRules
 from octavo.runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.runtime.request import Request
 from octavo.runtime.sampler import SampledToken, TokenLogprobs
@@ -36,11 +37,16 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         eos_token_ids: Collection[int],
         arrival_time: float,
+        rules: LogitRules | None = None,
     ) -> None:
-        """``tokenizer`` None means that no text is made; ``kind`` is how often output is shown."""
+        """``tokenizer`` None means that no text is made; ``kind`` is how often output is shown.
+
+        ``rules`` are told the tokens.
+        """
         params = request.params
         self.request = request
         self.kind = kind
+        self.rules = rules
         self.metrics = RequestMetrics(arrival_time)
         self.finish: Finish | None = None
         self._prompt = prompt
@@ -73,6 +79,8 @@ class OutputProcessor:
             self.metrics.first_token_time = now
         if sampled.logprobs is not None:
             self._append_logprobs(sampled.token_id, sampled.logprobs)
+        if self.rules is not None:
+            self.rules.append(sampled.token_id)
         finish = self._finish_by_token(sampled.token_id)
         if self._detokenizer is not None:
             is_shown = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.tokenizer import Tokenizer
-from octavo.runtime.validation import integer
+from octavo.runtime.validation import check_token_id, integer
 
 _SHAPES = (
     'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, '
@@ -113,22 +113,16 @@ def _from_text(
 def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise InvalidRequest(f"{where}: token ids must be a list, got {type(ids).__name__}")
-    # A long list of plain ints is the usual case: one pass in C instead of a call each.
     if set(map(type, ids)) <= {int}:
-        return tuple(ids)
+        return tuple(ids)  # the usual case: one pass in C
     return tuple(integer(f"{where}: a token id", value) for value in ids)
 
 
 def _check_ids(where: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
     if not ids:
         raise InvalidRequest(f"{where} is empty; give at least one token")
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequest(
-            f"{where}: token id {bad} is not in the vocabulary of {vocab_size} tokens "
-            f"(0 to {vocab_size - 1})"
-        )
+    check_token_id(where, min(ids), vocab_size)
+    check_token_id(where, max(ids), vocab_size)
     if len(ids) + 1 > max_model_len:
         raise InvalidRequest(
             f"{where} has {len(ids)} tokens, which leaves no room for an answer in "

@@ -22,7 +22,8 @@ class Request:
     and V in the cache, or will have when the steps that are launched have run; the rest is to do,
     whether it is a prompt or the last sampled token. ``num_pending`` is 1 while a launched step
     samples the next token, in row ``source_row`` of that step's tokens. ``num_slots`` tokens have
-    room in its blocks.
+    room in its blocks. ``waits_for_token`` says that its next step may be planned only when its
+    last token is known: how it is sampled depends on it.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Request:
         "status",
         "stream",
         "token_ids",
+        "waits_for_token",
     )
 
     def __init__(
@@ -63,6 +65,7 @@ class Request:
         self.source_row = 0
         self.num_slots = 0
         self.num_preemptions = 0
+        self.waits_for_token = False
         self.status = RequestStatus.WAITING
         wanted = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + wanted)

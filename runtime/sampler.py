@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.runtime.logit_edits import NOTHING_LEFT, LogitEdits, apply_edits, is_edited
 from octavo.runtime.philox import uniforms
 from octavo.runtime.sampling_filters import filter_logits
 from octavo.runtime.sampling_params import SamplingParams
@@ -17,8 +18,9 @@ from octavo.runtime.sampling_params import SamplingParams
 class SampleRow(NamedTuple):
     """What one row of logits is sampled by.
 
-    ``seed``, ``stream`` and ``position`` key its draw; ``banned_token_ids`` cannot be chosen.
-    A tuple rather than a dataclass, as SampledToken: 256 are made a step.
+    ``seed``, ``stream`` and ``position`` key its draw; ``banned_token_ids`` cannot be chosen;
+    ``edits`` are the other changes to its logits. A tuple rather than a dataclass, as
+    SampledToken: 256 are made a step.
     """
 
     params: SamplingParams
@@ -26,6 +28,7 @@ class SampleRow(NamedTuple):
     stream: int
     position: int
     banned_token_ids: tuple[int, ...] = ()
+    edits: LogitEdits | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     Each row's token depends on its own logits and its own SampleRow only.
     """
     with torch.inference_mode():
-        allowed = _ban(logits, rows)
+        edited = [i for i, row in enumerate(rows) if is_edited(row)]
+        allowed, errors = _edit(logits, rows, edited)
         best, greedy = allowed.max(dim=-1)
         token_ids = greedy.tolist()
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
@@ -65,21 +69,33 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
             for i, token_id in zip(drawn, ids, strict=True):
                 token_ids[i] = token_id
         logprobs = _logprobs(logits, token_ids, rows)
-        faults = (~torch.isfinite(best)).tolist()
+        faults = (~torch.isfinite(best)).nonzero()[:, 0].tolist()
+    errors = fault_messages(faults, edited) | errors
     return [
-        SampledToken(token_id, row_logprobs, NOT_FINITE if is_fault else None)
-        for token_id, row_logprobs, is_fault in zip(token_ids, logprobs, faults, strict=True)
+        SampledToken(token_id, row_logprobs, errors.get(i))
+        for i, (token_id, row_logprobs) in enumerate(zip(token_ids, logprobs, strict=True))
     ]
 
 
-def _ban(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    if not any(row.banned_token_ids for row in rows):
-        return logits
-    allowed = logits.clone()
-    for i, row in enumerate(rows):
-        if row.banned_token_ids:
-            allowed[i, list(row.banned_token_ids)] = -torch.inf
-    return allowed
+def fault_messages(faults: Sequence[int], edited: Collection[int]) -> dict[int, str]:
+    """What to say of each row that has no best token."""
+    return {i: NOTHING_LEFT if i in edited else NOT_FINITE for i in faults}
+
+
+def _edit(
+    logits: Tensor, rows: Sequence[SampleRow], edited: list[int]
+) -> tuple[Tensor, dict[int, str]]:
+    """The logits to choose from, and which rows went wrong and how."""
+    if not edited:
+        return logits, {}
+    changed = logits[edited]
+    errors = apply_edits(
+        changed,
+        [rows[i] for i in edited],
+        lambda values: torch.from_numpy(values).to(logits.device),
+    )
+    allowed = logits.index_copy(0, torch.tensor(edited, device=logits.device), changed)
+    return allowed, {edited[at]: error for at, error in errors.items()}
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -154,7 +170,7 @@ class LogprobTensors:
 
 
 def raw_logprobs(logits: Tensor, chosen_ids: Tensor, num_top: int) -> LogprobTensors:
-    """Of the raw distribution, before bans, temperature and filters, as vLLM reports them.
+    """Of the raw distribution, before any edit, temperature and filters, as vLLM reports them.
 
     ``logits`` are ``f32[A, vocab]``, ``chosen_ids`` ``i64[A]``. Nothing here waits for the device.
     """

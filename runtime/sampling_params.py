@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
-from octavo.runtime.validation import boolean, integer, integers, real, strings
+from octavo.runtime.validation import (
+    boolean,
+    integer,
+    real,
+    strings,
+    token_ids,
+    token_weights,
+)
 
 # Below this a temperature means greedy: dividing by it would only overflow. vLLM's bound.
 GREEDY_BELOW = 1e-5
 SEED_BITS = 64
+MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little to overflow
 
 # Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
 _NOT_BUILT: dict[str, Any] = {
     "n": 1,
     "best_of": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "prompt_logprobs": None,
-    "bad_words": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
     "structured_outputs": None,
     "guided_decoding": None,
     "truncate_prompt_tokens": None,
-    "logits_processors": None,
     "extra_args": None,
 }
 
@@ -36,8 +37,13 @@ _NOT_BUILT: dict[str, Any] = {
 class SamplingParams:
     """Sampling parameters; unset ones keep vLLM's defaults.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. A filter
-    sees what the one before left: min_p, then top_k, then top_p, all after the temperature.
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are
+    off. A filter sees what the one before left: typical_p, min_p, top_k, then top_p, all after the
+    temperature. Before it come, in this order, ``logits_processors`` (callables ``(output_ids,
+    logits)`` or ``(prompt_ids, output_ids, logits)`` that return logits ``f32[vocab]``), what is
+    forbidden (``allowed_token_ids``, ``bad_words``, ``min_tokens``), ``logit_bias``, and the
+    penalties: ``repetition_penalty`` for tokens of the prompt and the output, ``frequency_penalty``
+    and ``presence_penalty`` for those of the output.
     ``seed`` makes the request reproducible in any company; -1 is none, as in vLLM. ``stop`` ends at
     a string, which is left out of the text unless ``include_stop_str_in_output``;
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
@@ -69,16 +75,18 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    logits_processors: Any = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: dict[str, Any] | None = None
+    typical_p: float = 1.0  # not vLLM's: transformers' name
 
     def __post_init__(self) -> None:
         self._refuse_what_is_not_built()
         self._check_distribution()
+        self._check_rules()
         self._check_length_and_stop()
 
     @property
@@ -101,9 +109,8 @@ class SamplingParams:
 
     def _check_distribution(self) -> None:
         self.temperature = real("temperature", self.temperature, low=0.0)
-        self.top_p = real("top_p", self.top_p, high=1.0)
-        if self.top_p <= 0.0:
-            raise InvalidRequest(f"top_p must be above 0, got {self.top_p:g}")
+        self.top_p = _positive("top_p", self.top_p, high=1.0)
+        self.typical_p = _positive("typical_p", self.typical_p, high=1.0)
         self.top_k = max(0, integer("top_k", self.top_k, low=-1))
         self.min_p = real("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
@@ -112,6 +119,18 @@ class SamplingParams:
             self.seed = None if self.seed == -1 else self.seed  # vLLM's other word for none
         if self.logprobs is not None:
             self.logprobs = integer("logprobs", self.logprobs, low=-1)
+
+    def _check_rules(self) -> None:
+        self.presence_penalty = real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _positive("repetition_penalty", self.repetition_penalty)
+        self.bad_words = strings("bad_words", self.bad_words)
+        self.logit_bias = token_weights("logit_bias", self.logit_bias, MAX_LOGIT_BIAS) or None
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty and allows nothing; leave it out")
+        self.logits_processors = _processors(self.logits_processors)
 
     def _check_length_and_stop(self) -> None:
         if self.max_tokens is not None:
@@ -122,9 +141,23 @@ class SamplingParams:
                 f"min_tokens must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
         self.stop = strings("stop", self.stop)
-        self.stop_token_ids = integers("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids)
         for field in fields(self):
             if isinstance(field.default, bool):
                 boolean(field.name, getattr(self, field.name))
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True: they are looked for in text")
+
+
+def _positive(name: str, value: Any, high: float | None = None) -> float:
+    number = real(name, value, high=high)
+    if number <= 0.0:
+        raise InvalidRequest(f"{name} must be above 0, got {number:g}")
+    return number
+
+
+def _processors(value: Any) -> tuple[Callable[..., Any], ...]:
+    items = () if value is None else value
+    if not isinstance(items, Sequence) or not all(map(callable, items)):
+        raise InvalidRequest(f"logits_processors must be a list of callables, got {value!r:.80}")
+    return tuple(items)

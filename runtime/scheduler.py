@@ -187,6 +187,8 @@ class Scheduler:
             num_tokens = len(request.token_ids) + request.num_pending
             if num_tokens >= request.max_total_tokens:
                 continue  # its last token is being sampled
+            if request.num_pending and request.waits_for_token:
+                continue
             is_decode = num_tokens - request.num_computed_tokens == 1
             (decodes if is_decode else prefills).append(request)
         for request in decodes:

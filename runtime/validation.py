@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,7 +26,10 @@ def real(name: str, value: Any, low: float | None = None, high: float | None = N
     """A finite float in ``[low, high]``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the range of floats
+        number = math.inf
     if not math.isfinite(number):
         raise InvalidRequest(f"{name} must be finite, got {number}")
     if low is not None and number < low:
@@ -52,10 +55,47 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(items)
 
 
-def integers(name: str, value: Any, low: int = 0, high: int | None = None) -> tuple[int, ...]:
-    """None or a list of ints in ``[low, high]``."""
+def token_ids(name: str, value: Any, vocab_size: int | None = None) -> tuple[int, ...]:
+    """None or a list of token ids: ints from 0 to below ``vocab_size``, if that is known."""
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise InvalidRequest(f"{name} must be a list of integers, got {value!r}")
-    return tuple(integer(f"each of {name}", item, low, high) for item in value)
+    # A long list of plain ints is the usual case: a few passes in C instead of a call each.
+    if not set(map(type, value)) <= {int}:
+        value = [integer(f"each of {name}", item) for item in value]
+    if value:
+        check_token_id(name, min(value), vocab_size)
+        check_token_id(name, max(value), vocab_size)
+    return tuple(value)
+
+
+def check_token_id(name: str, token_id: int, vocab_size: int | None = None) -> None:
+    """Refuse an id that is negative, or not in the vocabulary if its size is known."""
+    if vocab_size is None:
+        if token_id < 0:
+            raise InvalidRequest(f"each of {name} must be at least 0, got {token_id}")
+    elif not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"{name}: token id {token_id} is not in the vocabulary of {vocab_size} tokens "
+            f"(0 to {vocab_size - 1})"
+        )
+
+
+def token_weights(name: str, value: Any, limit: float) -> dict[int, float]:
+    """None or ``{token id: number}``, numbers clamped to ``[-limit, limit]``.
+
+    An id may be a string of digits, as the keys of JSON are.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} must be a dict of token id to number, got {value!r}")
+    weights: dict[int, float] = {}
+    for key, weight in value.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+        token_id = integer(f"each token id of {name}", int(key) if is_digits else key)
+        number = real(f"{name} of token {token_id}", weight)
+        weights[token_id] = max(-limit, min(limit, number))
+    token_ids(name, list(weights))
+    return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from octavo.runtime.device_sampler import DeviceSampler, SampleInputs
 from octavo.runtime.kernel import Workspace
+from octavo.runtime.logit_edits import NOTHING_LEFT, LogitEdits
+from octavo.runtime.logit_rules import token_mask
 from octavo.runtime.sampler import SampledToken, SampleRow, sample
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.step_inputs import SampleTensors
@@ -18,6 +21,7 @@ from tests.rendered_kernel import rendered
 
 VOCAB_SIZE = 300
 MAX_ROWS = 24
+FLOATS = partial(np.array, dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +160,49 @@ def test_a_row_without_an_allowed_token_is_a_fault(sampler: DeviceSampler) -> No
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
     logits[0, 8] = 1.0
     [only] = step(sampler, logits, [row(banned=(8,))])
-    assert only.error == "the model's logits are not finite"
+    assert only.error == NOTHING_LEFT
+
+
+def spoil(logits: Tensor) -> Tensor:
+    raise KeyError("who")
+
+
+EDITS: list[LogitEdits] = [
+    LogitEdits(allowed=token_mask([2, 299, 31, 32], VOCAB_SIZE)),
+    LogitEdits(
+        banned_token_ids=np.array([0, 299]), biased_token_ids=np.array([5]), bias=FLOATS([9.0])
+    ),
+    LogitEdits(
+        penalized_token_ids=np.arange(300), penalties=FLOATS([3.0] * 300), repetition_penalty=1.7
+    ),
+    LogitEdits(processors=(lambda logits: -logits,), allowed=token_mask(range(100), VOCAB_SIZE)),
+    LogitEdits(processors=(spoil,)),
+]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0, "logprobs": 2}, {"top_k": 1}], ids=str)
+def test_edits_give_the_tokens_that_they_give_on_the_host(
+    sampler: DeviceSampler, params: dict[str, Any]
+) -> None:
+    """Each kind alone between rows that have none, so that a misplaced edit is seen."""
+    plain = [row(position=i, **params) for i in range(2 * len(EDITS))]
+    rows = [each._replace(edits=EDITS[i // 2]) if i % 2 else each for i, each in enumerate(plain)]
+    logits = normal(len(rows))
+    found = step(sampler, logits, rows, padded=MAX_ROWS)
+    assert found == sample(logits, rows)
+    assert found[::2] == step(sampler, logits, plain)[::2]
+    assert found[-1].error == "a logits processor raised KeyError: 'who'"
+    assert [token.error for token in found[:-1]] == [None] * (len(rows) - 1)
+
+
+def test_typical_rows_draw_what_is_typical(sampler: DeviceSampler) -> None:
+    """One token of 0.6 and 299 that share the rest: its surprisal is the nearest to the entropy."""
+    logits = torch.full((12, VOCAB_SIZE), float(np.log(0.4 / 299)))
+    logits[:, 7] = float(np.log(0.6))
+    entropy = -(0.6 * np.log(0.6) + 0.4 * np.log(0.4 / 299))
+    assert abs(-np.log(0.6) - entropy) < abs(-np.log(0.4 / 299) - entropy)
+    rows = [row(position=i, typical_p=0.5) for i in range(12)]
+    assert [token.token_id for token in step(sampler, logits, rows)] == [7] * 12
 
 
 def test_a_step_without_rows_has_no_tokens(sampler: DeviceSampler) -> None:

@@ -393,7 +393,12 @@ def test_a_bad_prompt_among_good_ones_runs_nothing(llm: LLM) -> None:
         ([SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
         ([], "0 sampling parameters for 1 prompts"),
         ([None], "must be SamplingParams"),
-        (SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop token id 260 is not in"),
+        (SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids: token id 260 is not in"),
+        (SamplingParams(stop_token_ids=[1, 2**63]), f"stop_token_ids: token id {2**63} is not in"),
+        (SamplingParams(allowed_token_ids=[0, 260]), "allowed_token_ids: token id 260 is not in"),
+        (SamplingParams(allowed_token_ids=[2**63]), f"allowed_token_ids: token id {2**63} is not"),
+        (SamplingParams(logit_bias={260: 1.0}), "logit_bias: token id 260 is not in"),
+        (SamplingParams(logit_bias={2**63: 1.0}), f"logit_bias: token id {2**63} is not in"),
         (SamplingParams(logprobs=21), "logprobs=21 is beyond max_logprobs=20"),
         (SamplingParams(logprobs=-1), "beyond max_logprobs"),
     ],
@@ -429,12 +434,12 @@ def test_defaults_of_the_models_makers(tmp_path: Path) -> None:
 def test_what_the_makers_recommend_in_vain_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = {"repetition_penalty": 1.3, "temperature": "x", "top_k": -7, "top_p": 0.9}
+    config = {"repetition_penalty": -1.3, "temperature": "x", "top_k": -7, "top_p": 0.9}
     write_toy_artifact(tmp_path / "a", generation_config=config)
     params = LLM(tmp_path / "a").get_default_sampling_params()
     assert params == SamplingParams(top_p=0.9)
     for name, why in (
-        ("repetition_penalty", "repetition_penalty=1.3 is not supported"),
+        ("repetition_penalty", "repetition_penalty must be above 0, got -1.3"),
         ("temperature", "temperature must be a number, got 'x'"),
         ("top_k", "top_k must be at least -1, got -7"),
     ):
@@ -470,6 +475,7 @@ def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
         lambda: llm.generate("Hi"),
         lambda: llm.chat([{"role": "user", "content": "Hi"}]),
         lambda: llm.generate([[1]], SamplingParams(stop="x")),
+        lambda: llm.generate([[1]], SamplingParams(bad_words=["x"])),
     ):
         with pytest.raises(InvalidRequest, match="tokenizer"):
             call()

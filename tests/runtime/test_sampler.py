@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.runtime.sampler import SampleRow, sample
+from octavo.runtime.sampler import NOT_FINITE, SampleRow, sample
 from octavo.runtime.sampling_filters import filter_logits
 from octavo.runtime.sampling_params import SamplingParams
 
@@ -149,7 +149,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) ->
     logits = LOGITS.repeat(3, 1)
     logits[1, 2] = bad
     first, second, third = sample(logits, [row(temperature=temperature)] * 3)
-    assert second.error == "the model's logits are not finite"
+    assert second.error == NOT_FINITE
     assert first.error is None
     assert third.error is None
     assert first == sample(LOGITS[None], [row(temperature=temperature)])[0]

@@ -52,14 +52,33 @@ BAD: list[tuple[str, Any, str]] = [
     ("n", True, "an integer"),
     ("n", 0, "not supported"),
     ("best_of", 2, "not supported"),
-    ("repetition_penalty", 1.1, "not supported"),
     ("repetition_penalty", math.nan, "finite"),
-    ("presence_penalty", 0.5, "not supported"),
-    ("frequency_penalty", -0.5, "not supported"),
+    ("repetition_penalty", 0.0, "above 0"),
+    ("repetition_penalty", "1", "a number"),
+    ("presence_penalty", 2.1, "at most 2"),
+    ("presence_penalty", True, "a number"),
+    ("frequency_penalty", -2.1, "at least -2"),
+    ("frequency_penalty", 10**400, "finite"),
+    ("typical_p", 0.0, "above 0"),
+    ("typical_p", 1.1, "at most 1"),
     ("prompt_logprobs", 0, "not supported"),
-    ("logit_bias", {1: 2.0}, "not supported"),
-    ("bad_words", ["x"], "not supported"),
-    ("allowed_token_ids", [1], "not supported"),
+    ("logit_bias", [1], "a dict"),
+    ("logit_bias", {1: "2"}, "a number"),
+    ("logit_bias", {1: math.inf}, "finite"),
+    ("logit_bias", {1.0: 2.0}, "an integer"),
+    ("logit_bias", {True: 2.0}, "an integer"),
+    ("logit_bias", {-1: 2.0}, "at least 0"),
+    ("logit_bias", {"-1": 2.0}, "an integer"),
+    ("logit_bias", {"1" * 5000: 2.0}, "an integer"),
+    ("bad_words", [""], "empty string"),
+    ("bad_words", [["a"]], "a list of strings"),
+    ("allowed_token_ids", [], "allows nothing"),
+    ("allowed_token_ids", [1, -1], "at least 0"),
+    ("allowed_token_ids", [1, 2.0], "an integer"),
+    ("allowed_token_ids", [False], "an integer"),
+    ("allowed_token_ids", "12", "a list of integers"),
+    ("logits_processors", ["x"], "callables"),
+    ("logits_processors", print, "callables"),
     ("structured_outputs", object(), "not supported"),
     ("truncate_prompt_tokens", 5, "not supported"),
 ]
@@ -91,6 +110,7 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         {"top_k": 0, "seed": -1},
         {"temperature": 0, "top_p": 1, "min_p": 0},
         {"max_tokens": None, "min_tokens": 100},
+        {"typical_p": 1, "logit_bias": {}, "bad_words": None, "allowed_token_ids": None},
     ],
 )
 def test_values_that_change_nothing_are_accepted(neutral: dict[str, Any]) -> None:
@@ -106,6 +126,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="###").stop == ("###",)
+
+
+def test_a_bias_is_by_number_and_within_bounds() -> None:
+    params = SamplingParams(logit_bias={"12": 1, np.int64(3): -1000})
+    assert params.logit_bias == {12: 1.0, 3: -100.0}
 
 
 def test_stop_strings_need_text() -> None:
