@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli import sampling
 from octavo.cli.artifact import require_artifact, require_tokenizer
+from octavo.cli.sampling import MakeParams, sampling_options
 from octavo.ir.errors import OctavoError
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from octavo.runtime.sampling_params import SamplingParams
 
 
+@sampling_options(max_tokens=1024)
 def chat(
+    *,
     directory: Annotated[Path, typer.Argument(help="An artifact directory.", metavar="DIR")],
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this and exit.")
@@ -27,15 +29,7 @@ def chat(
     stats: Annotated[
         bool, typer.Option("--stats", help="Print tokens per second after each answer.")
     ] = False,
-    max_tokens: sampling.MaxTokens = 1024,
-    min_tokens: sampling.MinTokens = None,
-    temperature: sampling.Temperature = 0.0,
-    top_k: sampling.TopK = None,
-    top_p: sampling.TopP = None,
-    min_p: sampling.MinP = None,
-    seed: sampling.Seed = None,
-    stop: sampling.Stop = None,
-    ignore_eos: sampling.IgnoreEos = False,
+    make_params: MakeParams,
 ) -> None:
     """Talk with the model through its chat template.
 
@@ -44,17 +38,7 @@ def chat(
     require_artifact(directory)
     if prompt == "":
         raise OctavoError("the prompt is empty; give at least one character")
-    params = sampling.sampling_params(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-        ignore_eos=ignore_eos,
-    )
+    params = make_params()
     require_tokenizer(directory)
 
     from octavo.runtime.llm import LLM

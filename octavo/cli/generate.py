@@ -8,38 +8,22 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import sampling
 from octavo.cli.artifact import require_artifact, require_tokenizer
+from octavo.cli.sampling import MakeParams, sampling_options
 
 
+@sampling_options(max_tokens=256)
 def generate(
+    *,
     directory: Annotated[Path, typer.Argument(help="An artifact directory.", metavar="DIR")],
     prompt: Annotated[
         list[str], typer.Option("--prompt", "-p", help="The prompt; may be given several times.")
     ],
-    max_tokens: sampling.MaxTokens = 256,
-    min_tokens: sampling.MinTokens = None,
-    temperature: sampling.Temperature = 0.0,
-    top_k: sampling.TopK = None,
-    top_p: sampling.TopP = None,
-    min_p: sampling.MinP = None,
-    seed: sampling.Seed = None,
-    stop: sampling.Stop = None,
-    ignore_eos: sampling.IgnoreEos = False,
+    make_params: MakeParams,
 ) -> None:
     """Continue the prompts as they stand, without a chat template, and print the new text."""
     require_artifact(directory)
-    params = sampling.sampling_params(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-        ignore_eos=ignore_eos,
-    )
+    params = make_params()
     require_tokenizer(directory)
 
     from octavo.runtime.llm import LLM

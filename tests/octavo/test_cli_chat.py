@@ -151,3 +151,46 @@ def test_impossible_sampling_parameters_are_refused_before_the_model_is_loaded(
     result = CliRunner().invoke(app, ["generate", artifact, "-p", "a", "--top-p", "1.5"])
     assert isinstance(result.exception, OctavoError)
     assert "top_p" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_every_option_of_sampling_reaches_the_model(
+    artifact: str, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    seen: list[SamplingParams] = []
+
+    def chat_with(self: EchoLLM, messages: Any, params: SamplingParams) -> Iterator[str]:
+        seen.append(params)
+        yield ""
+
+    def generate(self: EchoLLM, prompts: Any, params: SamplingParams, use_tqdm: bool) -> list[Any]:
+        seen.append(params)
+        return [SimpleNamespace(outputs=[SimpleNamespace(text="")])]
+
+    monkeypatch.setattr(EchoLLM, "stream_chat", chat_with)
+    monkeypatch.setattr(EchoLLM, "generate", generate)
+    options = (
+        "--max-tokens 7 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 "
+        "--repetition-penalty 1.5 --presence-penalty 0.75 --frequency-penalty -1 --seed 9 "
+        "--stop a --stop b --ignore-eos"
+    )
+    run(command, artifact, "-p", "hello", *options.split())
+    run(command, artifact, "-p", "hello")
+    given, default = seen
+    assert given == SamplingParams(
+        max_tokens=7,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.75,
+        frequency_penalty=-1.0,
+        seed=9,
+        stop=["a", "b"],
+        ignore_eos=True,
+    )
+    assert default == SamplingParams(
+        temperature=0.0, max_tokens={"chat": 1024, "generate": 256}[command]
+    )
