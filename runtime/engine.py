@@ -15,6 +15,7 @@ from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.logit_rules import make_rules
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
+from octavo.runtime.parallel_sampling import ParallelSampling, join_outputs
 from octavo.runtime.request import Request
 from octavo.runtime.sampler import SampledToken, SampleRow
 from octavo.runtime.sampling_params import SamplingParams
@@ -69,6 +70,8 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._num_requests = 0
         self._live: dict[str, OutputProcessor] = {}
+        self._groups: dict[str, ParallelSampling] = {}
+        self._group_of: dict[str, ParallelSampling] = {}  # by the ids of its samples
         self._num_steps = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
@@ -85,43 +88,43 @@ class Engine:
         kind: OutputKind = "cumulative",
     ) -> None:
         """Queue a request. Raises InvalidRequest when it could never run."""
-        assert request_id not in self._live, "request ids are unique"
-        own_seed = params.seed is not None
-        request = Request(
-            request_id,
-            prompt_token_ids,
-            params,
-            max_model_len=self.max_model_len,
-            seed=params.seed if params.seed is not None else self._seed,
-            stream=0 if own_seed else _FIRST_OWN_STREAM + self._num_requests,
-        )
-        rules = make_rules(
-            params, prompt_token_ids, tokenizer=self._tokenizer, vocab_size=self._vocab_size
-        )
-        request.waits_for_token = rules is not None and rules.depends_on_output
-        processor = OutputProcessor(
-            request,
-            prompt=prompt,
-            kind=kind,
-            tokenizer=self._tokenizer,
-            eos_token_ids=self._eos_token_ids,
-            arrival_time=time.monotonic(),
-            rules=rules,
-        )
-        self.scheduler.add(request)
-        self._num_requests += 1
-        self._prompt_tokens += request.num_prompt_tokens
-        self._live[request_id] = processor
+        assert not self.is_live(request_id), "request ids are unique"
+        count = params.best_of or params.n
+        group = ParallelSampling(request_id, params, kind) if count > 1 else None
+        if group is None:
+            samples = [self._processor(request_id, prompt_token_ids, params, prompt, kind)]
+        else:
+            samples = [
+                self._processor(
+                    sample_id,
+                    prompt_token_ids,
+                    group.sample_params,
+                    prompt,
+                    group.kind,
+                    sample_of=(request_id, index),
+                )
+                for index, sample_id in enumerate(group.sample_ids)
+            ]
+        for processor in samples:
+            self.scheduler.add(processor.request)
+            self._live[processor.request.request_id] = processor
+        self._prompt_tokens += len(prompt_token_ids)
+        if group is not None:
+            self._groups[request_id] = group
+            self._group_of.update(dict.fromkeys(group.sample_ids, group))
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its memory; None when it is not there (any more)."""
-        if request_id not in self._live:
-            return None
-        return self._end(request_id, Finish("abort"))
+        group = self._groups.get(request_id)
+        if group is None:
+            return self._end(request_id, Finish("abort")) if request_id in self._live else None
+        live = [sample_id for sample_id in group.sample_ids if sample_id in self._live]
+        outputs = [self._end(sample_id, Finish("abort")) for sample_id in live]
+        return join_outputs(outputs)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request is still to give its last output."""
-        return request_id in self._live
+        return request_id in self._live or request_id in self._groups
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished
@@ -153,6 +156,42 @@ class Engine:
             output_tokens=self._output_tokens,
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
+        )
+
+    def _processor(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None,
+        kind: OutputKind,
+        sample_of: tuple[str, int] | None = None,
+    ) -> OutputProcessor:
+        """A new request. Samples of one prompt share its seed, and differ by their stream."""
+        own_seed = params.seed is not None
+        index = 0 if sample_of is None else sample_of[1]
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            max_model_len=self.max_model_len,
+            seed=params.seed if params.seed is not None else self._seed,
+            stream=index if own_seed else _FIRST_OWN_STREAM + self._num_requests,
+        )
+        self._num_requests += 1
+        rules = make_rules(
+            params, prompt_token_ids, tokenizer=self._tokenizer, vocab_size=self._vocab_size
+        )
+        request.waits_for_token = rules is not None and rules.depends_on_output
+        return OutputProcessor(
+            request,
+            prompt=prompt,
+            kind=kind,
+            tokenizer=self._tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=time.monotonic(),
+            rules=rules,
+            sample_of=sample_of,
         )
 
     def _launch(self, plan: StepPlan) -> None:
@@ -226,11 +265,24 @@ class Engine:
             return self._end(request_id, Finish("error", f"{type(error).__name__}: {error}"))
         if processor.finish is not None:
             return self._end(request_id, processor.finish)
-        return processor.output()
+        return self._shown(processor)
 
     def _end(self, request_id: str, finish: Finish) -> RequestOutput | None:
         processor = self._live.pop(request_id)
         self.scheduler.finish(processor.request)
         if processor.finish is None:
             processor.end(finish, time.monotonic())
-        return processor.output()
+        return self._shown(processor)
+
+    def _shown(self, processor: OutputProcessor) -> RequestOutput | None:
+        """What there is to show of a request, or of the one that it is a sample of."""
+        output = processor.output()
+        group = self._group_of.get(processor.request.request_id)
+        if group is None or output is None:
+            return output
+        if output.finished:
+            del self._group_of[processor.request.request_id]
+        shown = group.take(output)
+        if group.is_finished:
+            del self._groups[group.request_id]
+        return shown

@@ -216,6 +216,8 @@ class LLM:
 
     def _text_params(self, params: SamplingParams | None) -> SamplingParams:
         checked = self._params_for(params, 1)[0]
+        if checked.n > 1:
+            raise InvalidRequest(f"stream gives one text, not n={checked.n}; use generate")
         if self._tokenizer is None:
             raise InvalidRequest("stream gives text, which needs a tokenizer; use generate")
         if not checked.detokenize:

@@ -38,10 +38,12 @@ class OutputProcessor:
         eos_token_ids: Collection[int],
         arrival_time: float,
         rules: LogitRules | None = None,
+        sample_of: tuple[str, int] | None = None,
     ) -> None:
         """``tokenizer`` None means that no text is made; ``kind`` is how often output is shown.
 
-        ``rules`` are told the tokens.
+        ``rules`` are told the tokens. ``sample_of`` is the id of the request that this is a sample
+        of, and its number.
         """
         params = request.params
         self.request = request
@@ -49,6 +51,7 @@ class OutputProcessor:
         self.rules = rules
         self.metrics = RequestMetrics(arrival_time)
         self.finish: Finish | None = None
+        self._shown_id, self._index = sample_of or (request.request_id, 0)
         self._prompt = prompt
         self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -119,7 +122,7 @@ class OutputProcessor:
             self._num_shown_chars = len(self._text)
         has_logprobs = self.request.params.logprobs is not None
         completion = CompletionOutput(
-            index=0,
+            index=self._index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
@@ -128,7 +131,7 @@ class OutputProcessor:
             stop_reason=self.finish.stop_reason if self.finish else None,
         )
         return RequestOutput(
-            request_id=self.request.request_id,
+            request_id=self._shown_id,
             prompt=self._prompt,
             prompt_token_ids=self.request.token_ids[: self.request.num_prompt_tokens],
             outputs=[completion],

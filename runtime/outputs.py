@@ -20,7 +20,8 @@ class CompletionOutput:
 
     ``finish_reason`` is "stop" (``stop_reason`` is the stop string or stop token id, None for the
     model's own end), "length", "abort", or "error" (``stop_reason`` says what went wrong); None
-    while it runs. ``cumulative_logprob`` and ``logprobs`` are None unless asked for.
+    while it runs. ``cumulative_logprob`` and ``logprobs`` are None unless asked for; ``best_of``
+    asks for the former as well.
     """
 
     index: int

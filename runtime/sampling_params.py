@@ -19,12 +19,11 @@ from octavo.runtime.validation import (
 # Below this a temperature means greedy: dividing by it would only overflow. vLLM's bound.
 GREEDY_BELOW = 1e-5
 SEED_BITS = 64
+MAX_SAMPLES = 16384  # of one prompt: a slip of the hand must not fill the memory. vLLM's bound.
 MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little to overflow
 
 # Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
 _NOT_BUILT: dict[str, Any] = {
-    "n": 1,
-    "best_of": None,
     "prompt_logprobs": None,
     "structured_outputs": None,
     "guided_decoding": None,
@@ -37,13 +36,14 @@ _NOT_BUILT: dict[str, Any] = {
 class SamplingParams:
     """Sampling parameters; unset ones keep vLLM's defaults.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are
-    off. A filter sees what the one before left: typical_p, min_p, top_k, then top_p, all after the
-    temperature. Before it come, in this order, ``logits_processors`` (callables ``(output_ids,
-    logits)`` or ``(prompt_ids, output_ids, logits)`` that return logits ``f32[vocab]``), what is
-    forbidden (``allowed_token_ids``, ``bad_words``, ``min_tokens``), ``logit_bias``, and the
-    penalties: ``repetition_penalty`` for tokens of the prompt and the output, ``frequency_penalty``
-    and ``presence_penalty`` for those of the output.
+    ``n`` samples of one prompt are given; of ``best_of`` made, the n of the highest cumulative
+    log-probability. ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 and
+    ``typical_p`` 1 are off. A filter sees what the one before left: typical_p, min_p, top_k, then
+    top_p, all after the temperature. Before it come, in this order, ``logits_processors``
+    (callables ``(output_ids, logits)`` or ``(prompt_ids, output_ids, logits)`` that return logits
+    ``f32[vocab]``), what is forbidden (``allowed_token_ids``, ``bad_words``, ``min_tokens``),
+    ``logit_bias``, and the penalties: ``repetition_penalty`` for tokens of the prompt and the
+    output, ``frequency_penalty`` and ``presence_penalty`` for those of the output.
     ``seed`` makes the request reproducible in any company; -1 is none, as in vLLM. ``stop`` ends at
     a string, which is left out of the text unless ``include_stop_str_in_output``;
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
@@ -85,6 +85,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse_what_is_not_built()
+        self._check_number()
         self._check_distribution()
         self._check_rules()
         self._check_length_and_stop()
@@ -106,6 +107,13 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"{name}={value!r} is not supported by this version of octavo; leave {name} out"
                 )
+
+    def _check_number(self) -> None:
+        self.n = integer("n", self.n, 1, MAX_SAMPLES)
+        if self.best_of is not None:
+            self.best_of = integer("best_of", self.best_of, 1, MAX_SAMPLES)
+            if self.best_of < self.n:
+                raise InvalidRequest(f"best_of must be at least n={self.n}, got {self.best_of}")
 
     def _check_distribution(self) -> None:
         self.temperature = real("temperature", self.temperature, low=0.0)
