@@ -76,7 +76,7 @@ class BatchBuilder:
             block_table=block_table,
             query_start=query_start.astype(np.int32),
             seq_lens=(starts + lengths).astype(np.int32),
-            logit_rows=query_start[1:][np.array(sampled_, dtype=bool)] - 1,
+            logit_rows=_logit_rows(plan, query_start, np.array(sampled_, dtype=bool)),
             source_rows=_source_rows(sources, query_start),
         )
 
@@ -93,6 +93,19 @@ def _ids(sequences: tuple[ScheduledSequence, ...], num_tokens: int) -> NDArray[n
         for request, start, length, _, _, source in sequences
     )
     return np.fromiter(chain.from_iterable(pieces), np.int64, count=num_tokens)
+
+
+def _logit_rows(
+    plan: StepPlan, query_start: NDArray[np.int64], is_sampled: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    last = query_start[1:][is_sampled] - 1
+    if not plan.prompt_rows:
+        return last
+    tokens = [
+        np.arange(start, stop) - plan.sequences[place].start + query_start[place]
+        for place, _, start, stop in plan.prompt_rows
+    ]
+    return np.concatenate([last, *tokens])
 
 
 def _source_rows(

@@ -22,6 +22,7 @@ def checked_params(
     token_ids("allowed_token_ids", checked.allowed_token_ids, vocab_size)
     token_ids("logit_bias", list(checked.logit_bias or ()), vocab_size)
     _check_logprobs("logprobs", checked.logprobs, max_logprobs)
+    _check_logprobs("prompt_logprobs", checked.prompt_logprobs, max_logprobs)
     if not has_tokenizer:
         _check_without_tokenizer(checked)
     return checked

@@ -93,6 +93,9 @@ class GraphSizes:
         is_decode = exact.num_tokens == exact.num_seqs
         sizes = self._decode if is_decode else self._mixed
         index = bisect.bisect_left(sizes, exact.num_tokens, key=lambda size: size.num_tokens)
+        # A mixed size has fewer rows than tokens, and a prompt may want the logits of them all.
+        while index < len(sizes) and sizes[index].num_rows < exact.num_rows:
+            index += 1
         return sizes[index] if index < len(sizes) else None
 
 

@@ -25,6 +25,7 @@ from octavo.runtime.sampler import (
     SampleRow,
     TokenLogprobs,
     fault_messages,
+    forced_tokens,
     logprob_counts,
     raw_logprobs,
 )
@@ -206,6 +207,10 @@ class DeviceSampler:
             self.sample(logits, sampling, has_filters=True)
         edited = [i for i, row in enumerate(rows) if is_edited(row)]
         errors = self._sample_edited(logits, sampling, rows, edited) if edited else {}
+        forced = forced_tokens(rows)
+        if forced:
+            places, token_ids = np.array(list(forced.items()), dtype=np.int64).T.copy()
+            self.tokens.index_copy_(0, self._put(places), self._put(token_ids))
         counts = logprob_counts(rows, self._module.VOCAB_SIZE)
         logprobs = None
         if counts:

@@ -98,7 +98,7 @@ class Engine:
                 self._processor(
                     sample_id,
                     prompt_token_ids,
-                    group.sample_params,
+                    group.params_of(index),
                     prompt,
                     group.kind,
                     sample_of=(request_id, index),
@@ -198,6 +198,8 @@ class Engine:
         started = time.monotonic()
         try:
             rows = [self._row(s.request) for s in plan.sequences if s.is_sampled]
+            for _, request, start, stop in plan.prompt_rows:
+                rows += self._live[request.request_id].prompt_rows(start, stop)
             pending = self.executor.launch(self._batches.build(plan), rows)
         except Exception as error:
             raise self._failed(plan, error) from error
@@ -212,19 +214,35 @@ class Engine:
         except Exception as error:
             self._in_flight.popleft()
             raise self._failed(plan, error) from error
+        requests = [sequence.request for sequence in plan.sequences if sequence.is_sampled]
+        sampled, prompt_rows = sampled[: len(requests)], sampled[len(requests) :]
         tokens = [None if token.error else token.token_id for token in sampled]
         taken = self.scheduler.update(plan, tokens)
         # Not before: after an interrupt the step's tokens must be there to be read again.
         self._in_flight.popleft()
         now = time.monotonic()
         self._count(launched, now)
-        outputs = []
-        requests = [sequence.request for sequence in plan.sequences if sequence.is_sampled]
+        outputs = self._take_prompt_rows(plan, prompt_rows)
         for request, token, is_taken in zip(requests, sampled, taken, strict=True):
-            if is_taken:
+            if is_taken and request.request_id in self._live:
                 self._output_tokens += token.error is None
                 outputs.append(self._commit(request.request_id, token, now))
         return [output for output in outputs if output is not None]
+
+    def _take_prompt_rows(
+        self, plan: StepPlan, rows: Sequence[SampledToken]
+    ) -> list[RequestOutput | None]:
+        """Give requests the log-probabilities of their prompts; the outputs of those that end."""
+        outputs, at = [], 0
+        for _, request, start, stop in plan.prompt_rows:
+            mine, at = rows[at : at + stop - start], at + stop - start
+            processor = self._live.get(request.request_id)
+            try:
+                if processor is not None:
+                    processor.take_prompt_rows(start, mine)
+            except Exception as error:
+                outputs.append(self._end_faulty(request.request_id, error))
+        return outputs
 
     def _failed(self, plan: StepPlan, error: Exception) -> EngineError:
         """End the requests of a step that failed."""
@@ -261,11 +279,14 @@ class Engine:
                 raise EngineError(token.error)
             processor.append(token, now)
         except Exception as error:
-            logger.error("request %s ended: %s", request_id, error)
-            return self._end(request_id, Finish("error", f"{type(error).__name__}: {error}"))
+            return self._end_faulty(request_id, error)
         if processor.finish is not None:
             return self._end(request_id, processor.finish)
         return self._shown(processor)
+
+    def _end_faulty(self, request_id: str, error: Exception) -> RequestOutput | None:
+        logger.error("request %s ended: %s", request_id, error)
+        return self._end(request_id, Finish("error", f"{type(error).__name__}: {error}"))
 
     def _end(self, request_id: str, finish: Finish) -> RequestOutput | None:
         processor = self._live.pop(request_id)

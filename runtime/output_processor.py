@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.runtime.detokenizer import IncrementalDetokenizer
+from octavo.runtime.errors import EngineError
 from octavo.runtime.logit_rules import LogitRules
 from octavo.runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.runtime.request import Request
-from octavo.runtime.sampler import SampledToken, TokenLogprobs
+from octavo.runtime.sampler import SampledToken, SampleRow, TokenLogprobs
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.stop_strings import StopStrings
 from octavo.runtime.tokenizer import Tokenizer
 
@@ -64,6 +66,12 @@ class OutputProcessor:
         self._is_text_deferred = kind == "final" and not params.stop
         self._text = ""
         self._logprobs: list[dict[int, Logprob]] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * request.num_prompt_tokens
+            self._prompt_row_params = SamplingParams(
+                temperature=0.0, logprobs=params.prompt_logprobs
+            )
         self._cumulative_logprob = 0.0
         self._num_shown_tokens = 0
         self._num_shown_chars = 0
@@ -75,6 +83,27 @@ class OutputProcessor:
         if request.num_output_tokens + request.num_pending >= request.params.min_tokens:
             return ()
         return tuple(sorted(self._eos_token_ids | self._stop_token_ids))
+
+    def prompt_rows(self, start: int, stop: int) -> list[SampleRow]:
+        """What the logits of prompt tokens ``start`` to ``stop`` are asked: about the next ones."""
+        params, request = self._prompt_row_params, self.request
+        return [
+            SampleRow(params, 0, 0, 0, forced_token_id=request.token_ids[place + 1])
+            for place in range(start, stop)
+        ]
+
+    def take_prompt_rows(self, start: int, rows: Sequence[SampledToken]) -> None:
+        """Take what was asked of prompt tokens from ``start`` on, again or for the first time.
+
+        Raises EngineError when a row has no log-probabilities.
+        """
+        assert self._prompt_logprobs is not None
+        for place, row in enumerate(rows, start=start + 1):
+            if row.error is not None:
+                raise EngineError(row.error)
+            assert row.logprobs is not None
+            self._prompt_logprobs[place] = self._entry(row.token_id, row.logprobs)
+        self.request.num_prompt_logprobs = max(self.request.num_prompt_logprobs, start + len(rows))
 
     def append(self, sampled: SampledToken, now: float) -> None:
         """Take the token that the request has just been given; may set ``finish``."""
@@ -112,7 +141,9 @@ class OutputProcessor:
         if self.kind == "final" and self.finish is None:
             return None
         token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
+        prompt_logprobs = self._prompt_logprobs
         if self.kind == "delta":
+            self._prompt_logprobs = None  # with the first output only
             token_ids, logprobs = (
                 token_ids[self._num_shown_tokens :],
                 logprobs[self._num_shown_tokens :],
@@ -134,6 +165,7 @@ class OutputProcessor:
             request_id=self._shown_id,
             prompt=self._prompt,
             prompt_token_ids=self.request.token_ids[: self.request.num_prompt_tokens],
+            prompt_logprobs=prompt_logprobs,
             outputs=[completion],
             finished=self.finish is not None,
             metrics=self.metrics,
@@ -173,11 +205,14 @@ class OutputProcessor:
 
     def _append_logprobs(self, token_id: int, found: TokenLogprobs) -> None:
         self._cumulative_logprob += found.chosen
+        self._logprobs.append(self._entry(token_id, found))
+
+    def _entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         entry = {token_id: self._logprob(token_id, found.chosen, found.chosen_rank)}
         tops = zip(found.top_token_ids, found.top_logprobs, strict=True)
         for rank, (top_id, value) in enumerate(tops, start=1):
             entry.setdefault(top_id, self._logprob(top_id, value, rank))
-        self._logprobs.append(entry)
+        return entry
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
         text = None if self._tokenizer is None else self._tokenizer.decode([token_id])

@@ -48,7 +48,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request and its continuations. ``prompt`` is None when only token ids were given."""
+    """A request and its continuations. ``prompt`` is None when only token ids were given.
+
+    ``prompt_logprobs`` has, if asked for, an entry for each token of the prompt: of the
+    distribution after the tokens before it, and None for the first.
+    """
 
     request_id: str
     prompt: str | None
@@ -56,6 +60,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)

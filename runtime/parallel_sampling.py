@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.runtime.output_processor import OutputKind
-from octavo.runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 
 _WHOLE = ("stop", "length")
@@ -27,11 +27,16 @@ class ParallelSampling:
         self.sample_ids = [f"{request_id}#{index}" for index in range(count)]
         # A rank needs the log-probability of the chosen tokens, whether or not they are shown.
         hidden = 0 if self.is_ranked and params.logprobs is None else params.logprobs
-        self.sample_params = replace(params, n=1, best_of=None, logprobs=hidden)
+        self._sample_params = replace(params, n=1, best_of=None, logprobs=hidden)
         self._params = params
         self._num_running = count
         self._samples: dict[int, CompletionOutput] = {}
         self._metrics: dict[int, RequestMetrics] = {}
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def params_of(self, index: int) -> SamplingParams:
+        """The parameters of one sample. The prompt is the same for all: one is asked about it."""
+        return replace(self._sample_params, prompt_logprobs=None) if index else self._sample_params
 
     @property
     def is_finished(self) -> bool:
@@ -45,11 +50,16 @@ class ParallelSampling:
         if output.metrics is not None:
             self._metrics[sample.index] = output.metrics
         self._num_running -= output.finished
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
         if self.kind == "final" and not self.is_finished:
             return None
-        shown = [sample] if self.kind == "delta" else self._shown()
+        is_delta = self.kind == "delta"
         return replace(
-            output, outputs=shown, finished=self.is_finished, metrics=self._merged_metrics()
+            output,
+            outputs=[sample] if is_delta else self._shown(),
+            finished=self.is_finished,
+            metrics=self._merged_metrics(),
+            prompt_logprobs=output.prompt_logprobs if is_delta else self._prompt_logprobs,
         )
 
     def _shown(self) -> list[CompletionOutput]:

@@ -23,7 +23,8 @@ class Request:
     whether it is a prompt or the last sampled token. ``num_pending`` is 1 while a launched step
     samples the next token, in row ``source_row`` of that step's tokens. ``num_slots`` tokens have
     room in its blocks. ``waits_for_token`` says that its next step may be planned only when its
-    last token is known: how it is sampled depends on it.
+    last token is known: how it is sampled depends on it. ``num_prompt_logprobs`` of the prompt's
+    tokens after the first have their log-probabilities, if those are wanted.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Request:
         "num_computed_tokens",
         "num_pending",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_slots",
         "params",
@@ -65,6 +67,7 @@ class Request:
         self.source_row = 0
         self.num_slots = 0
         self.num_preemptions = 0
+        self.num_prompt_logprobs = 0
         self.waits_for_token = False
         self.status = RequestStatus.WAITING
         wanted = max_model_len if params.max_tokens is None else params.max_tokens
@@ -82,6 +85,14 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt tokens are still wanted: those must then be computed."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+        )
 
     @property
     def is_at_limit(self) -> bool:

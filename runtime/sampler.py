@@ -19,7 +19,8 @@ class SampleRow(NamedTuple):
     """What one row of logits is sampled by.
 
     ``seed``, ``stream`` and ``position`` key its draw; ``banned_token_ids`` cannot be chosen;
-    ``edits`` are the other changes to its logits. A tuple rather than a dataclass, as
+    ``edits`` are the other changes to its logits. ``forced_token_id`` is taken, whatever the logits
+    are, when only its log-probability is wanted. A tuple rather than a dataclass, as
     SampledToken: 256 are made a step.
     """
 
@@ -29,6 +30,7 @@ class SampleRow(NamedTuple):
     position: int
     banned_token_ids: tuple[int, ...] = ()
     edits: LogitEdits | None = None
+    forced_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
             ids = _draw(picked, [rows[i] for i in drawn])
             for i, token_id in zip(drawn, ids, strict=True):
                 token_ids[i] = token_id
+        for i, token_id in forced_tokens(rows).items():
+            token_ids[i] = token_id
         logprobs = _logprobs(logits, token_ids, rows)
         faults = (~torch.isfinite(best)).nonzero()[:, 0].tolist()
     errors = fault_messages(faults, edited) | errors
@@ -75,6 +79,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         SampledToken(token_id, row_logprobs, errors.get(i))
         for i, (token_id, row_logprobs) in enumerate(zip(token_ids, logprobs, strict=True))
     ]
+
+
+def forced_tokens(rows: Sequence[SampleRow]) -> dict[int, int]:
+    """The tokens that are not chosen, by row."""
+    return {i: r.forced_token_id for i, r in enumerate(rows) if r.forced_token_id is not None}
 
 
 def fault_messages(faults: Sequence[int], edited: Collection[int]) -> dict[int, str]:

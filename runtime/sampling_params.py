@@ -24,7 +24,6 @@ MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little t
 
 # Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
 _NOT_BUILT: dict[str, Any] = {
-    "prompt_logprobs": None,
     "structured_outputs": None,
     "guided_decoding": None,
     "truncate_prompt_tokens": None,
@@ -48,7 +47,7 @@ class SamplingParams:
     a string, which is left out of the text unless ``include_stop_str_in_output``;
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
     ``logprobs`` N gives the N best tokens and the chosen one at each step, of the distribution
-    before temperature and filters; -1 gives all.
+    before any of these; -1 gives all. ``prompt_logprobs`` N gives them for the prompt's tokens.
     Raises InvalidRequest, a ValueError, for an impossible value.
     """
 
@@ -127,6 +126,8 @@ class SamplingParams:
             self.seed = None if self.seed == -1 else self.seed  # vLLM's other word for none
         if self.logprobs is not None:
             self.logprobs = integer("logprobs", self.logprobs, low=-1)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = integer("prompt_logprobs", self.prompt_logprobs, low=-1)
 
     def _check_rules(self) -> None:
         self.presence_penalty = real("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -45,12 +45,26 @@ class ScheduledSequence(NamedTuple):
     source_row: int | None = None
 
 
+class PromptRows(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a prompt whose logits are wanted: they say how likely the
+    next token was. They are in sequence number ``place`` of the step."""
+
+    place: int
+    request: Request
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step runs. ``preempted`` lost their blocks to it and wait again."""
+    """What one step runs. ``preempted`` lost their blocks to it and wait again.
+
+    Its rows of logits are those of the sequences that are sampled, then ``prompt_rows``.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[Request, ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -63,16 +77,29 @@ class StepPlan:
 
 
 class _Draft:
-    """The step while it is being planned: tokens for each request, out of one budget."""
+    """The step while it is being planned: tokens for each request, out of one budget.
 
-    def __init__(self, budget: int) -> None:
+    A step has as many rows of logits as sequences at most. One is kept for each sequence;
+    ``spare_rows`` are left for more sequences, or for more tokens of a prompt than one.
+    """
+
+    def __init__(self, budget: int, spare_rows: int) -> None:
         self.budget = budget
+        self.spare_rows = spare_rows
+        self.has_prompt_rows = False
         self.chunks: dict[str, tuple[Request, int]] = {}
         self.preempted: list[Request] = []
 
     def place(self, request: Request, num_tokens: int) -> None:
         self.chunks[request.request_id] = request, num_tokens
         self.budget -= num_tokens
+
+    def place_prompt(self, request: Request, num_tokens: int) -> None:
+        """Place tokens of which all may need their logits."""
+        num_tokens = min(num_tokens, 1 + self.spare_rows)
+        self.spare_rows -= num_tokens - 1
+        self.has_prompt_rows = True
+        self.place(request, num_tokens)
 
     def withdraw(self, request: Request) -> None:
         _, num_tokens = self.chunks.pop(request.request_id, (request, 0))
@@ -130,7 +157,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step and reserve its blocks. A plan that is not followed by ``begin`` (the step
         failed) may simply be made again: progress is counted only there."""
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = _Draft(
+            self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.running)
+        )
         self._continue_running(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
@@ -146,7 +175,8 @@ class Scheduler:
             )
             for request_id, (request, num_tokens) in draft.chunks.items()
         ]
-        return StepPlan(tuple(sequences), tuple(draft.preempted))
+        prompt_rows = _prompt_rows(sequences) if draft.has_prompt_rows else ()
+        return StepPlan(tuple(sequences), tuple(draft.preempted), prompt_rows)
 
     def begin(self, plan: StepPlan) -> None:
         """Count a step's tokens as computed: it was launched, and steps run in order."""
@@ -201,10 +231,11 @@ class Scheduler:
             if draft.budget == 0:
                 return
             if self._has_room(request, draft):
-                draft.place(request, self._chunk(request, draft.budget))
+                self._place_chunk(request, draft)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        # Without a spare row there is no room for a sequence either, see _Draft.
+        while self.waiting and draft.budget > 0 and draft.spare_rows > 0:
             request = self.waiting[0]
             keep_free = self._watermark_blocks if self.running else 0
             if request.num_pending:
@@ -215,7 +246,15 @@ class Scheduler:
             self._allocate(request, request.num_tokens)
             request.status = RequestStatus.RUNNING
             self.running[request.request_id] = request
-            draft.place(request, self._chunk(request, draft.budget))
+            draft.spare_rows -= 1
+            self._place_chunk(request, draft)
+
+    def _place_chunk(self, request: Request, draft: _Draft) -> None:
+        num_tokens = self._chunk(request, draft.budget)
+        if request.wants_prompt_logprobs:
+            draft.place_prompt(request, num_tokens)
+        else:
+            draft.place(request, num_tokens)
 
     def _chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) + request.num_pending - request.num_computed_tokens
@@ -253,3 +292,15 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
+
+
+def _prompt_rows(sequences: Sequence[ScheduledSequence]) -> tuple[PromptRows, ...]:
+    rows = []
+    for place, (request, start, num_tokens, *_) in enumerate(sequences):
+        if request.wants_prompt_logprobs:
+            # No token of the prompt comes after its last one.
+            first = max(start, request.num_prompt_logprobs)
+            stop = min(start + num_tokens, request.num_prompt_tokens - 1)
+            if first < stop:
+                rows.append(PromptRows(place, request, first, stop))
+    return tuple(rows)

@@ -121,6 +121,37 @@ def test_nothing_in_a_step_waits_for_the_gpu(artifact: Path, eager: bool) -> Non
         assert len(tokens(llm)) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_rules_do_not_wait_either_and_hold(artifact: Path, eager: bool) -> None:
+    llm = load(artifact, enforce_eager=eager)
+    allowed = list(range(40, 60))
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {"allowed_token_ids": allowed, "logit_bias": {41: 2.0}, "top_k": 5},
+        {"typical_p": 0.7, "temperature": 1.5},
+        {"prompt_logprobs": 2, "logprobs": 1},
+        {"logits_processors": [lambda output, logits: logits.index_fill(0, last, -torch.inf)]},
+        {"n": 3, "seed": 1},
+    ]
+    last = torch.tensor([255], device="cuda")
+    ruled = [
+        SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **kinds[i % len(kinds)]})
+        for i in range(len(PROMPTS))
+    ]
+    llm.generate(PROMPTS, ruled, use_tqdm=False)  # see above
+    with no_waiting():
+        outputs = llm.generate(PROMPTS, ruled, use_tqdm=False)
+    assert all(each.finish_reason == "length" for o in outputs for each in o.outputs)
+    for i, output in enumerate(outputs):
+        if i % len(kinds) == 1:
+            assert set(output.outputs[0].token_ids) <= set(allowed)
+        if i % len(kinds) == 3:
+            assert output.prompt_logprobs is not None
+            assert None not in output.prompt_logprobs[1:]
+        if i % len(kinds) == 4:
+            assert 255 not in output.outputs[0].token_ids
+
+
 @pytest.mark.gpu_alone
 def test_the_memory_plan_holds(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Within 3 % of what is planned, with half the GPU for the cache, so that it is no rounding."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import torch
 
 from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.request import Request
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.scheduler import ScheduledSequence, StepPlan
+from octavo.runtime.scheduler import PromptRows, ScheduledSequence, StepPlan
 
 
 def sequence(
@@ -39,6 +40,13 @@ def test_every_array() -> None:
     assert batch.query_start.tolist() == [0, 1, 4, 6]
     assert batch.seq_lens.tolist() == [6, 5, 2]
     assert batch.logit_rows.tolist() == [0, 5]
+
+
+def test_rows_of_prompt_tokens_follow_those_that_are_sampled() -> None:
+    chunk, prompt = PLAN.sequences[1].request, PLAN.sequences[2].request
+    rows = (PromptRows(1, chunk, 3, 5), PromptRows(2, prompt, 0, 1))
+    batch = BatchBuilder(4).build(replace(PLAN, prompt_rows=rows))
+    assert batch.logit_rows.tolist() == [0, 5, 2, 3, 4]
 
 
 def test_the_types_are_those_of_the_contract() -> None:

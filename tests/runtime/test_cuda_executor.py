@@ -116,6 +116,23 @@ def with_graphs(llm: LLM, folder: Path, *, graphs: bool) -> CheckedExecutor:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+@pytest.mark.parametrize("max_num_seqs", [3, 8, 64])
+def test_log_probabilities_of_prompts_are_those_of_the_cpu(
+    shared_toy: Path, max_num_seqs: int, graphs: bool
+) -> None:
+    params = mixed_params(6)
+    for each in params[::2]:
+        each.prompt_logprobs = 2
+    expected = LLM(shared_toy).generate(prompts()[:6], params)
+    llm = LLM(shared_toy, async_scheduling=True, max_num_seqs=max_num_seqs)
+    with_graphs(llm, shared_toy, graphs=graphs)
+    found = llm.generate(prompts()[:6], params)
+    assert shown(found) == shown(expected)
+    assert [o.prompt_logprobs for o in found] == [o.prompt_logprobs for o in expected]
+    assert all(output.prompt_logprobs for output in found[::2])
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "options",

@@ -55,6 +55,19 @@ def test_every_small_step_has_a_graph_with_little_padding() -> None:
         assert num_seqs <= padded.num_seqs == padded.num_tokens <= 256
 
 
+@pytest.mark.parametrize("max_num_seqs", [3, 20, 256])
+def test_a_graph_holds_the_rows_of_its_step(max_num_seqs: int) -> None:
+    """A prompt may want the logits of each of its tokens: as many rows as sequences may run."""
+    sizes = GraphSizes(512, max_num_seqs)
+    for num_tokens in range(2, 513):
+        rows = np.zeros(min(num_tokens, max_num_seqs), dtype=np.int64)
+        padded = sizes.padded(replace(batch(num_tokens, 1), logit_rows=rows))
+        assert padded is None or padded.num_rows >= len(rows)
+        assert padded is not None or num_tokens > 500
+    everything = replace(batch(8, 1), logit_rows=np.zeros(8, dtype=np.int64))
+    assert GraphSizes(512, 8).padded(everything) == StepSize(16, 8, 8)
+
+
 def test_no_size_is_beyond_the_programs_capacity() -> None:
     assert all(size.num_tokens <= 40 for size in GraphSizes(40, 256).all)
     assert max(size.num_seqs for size in GraphSizes(8192, 12).all) == 12

@@ -195,6 +195,23 @@ def test_edits_give_the_tokens_that_they_give_on_the_host(
     assert [token.error for token in found[:-1]] == [None] * (len(rows) - 1)
 
 
+def test_a_forced_token_is_taken_with_its_log_probability(sampler: DeviceSampler) -> None:
+    plain = [row(position=i, temperature=0.0, logprobs=2) for i in range(5)]
+    rows = [
+        each._replace(forced_token_id=7 * i) if i in (1, 3) else each
+        for i, each in enumerate(plain)
+    ]
+    logits = normal(5)
+    found = step(sampler, logits, rows, padded=8)
+    assert found == sample(logits, rows)
+    expected = logits.log_softmax(-1)
+    for i in (1, 3):
+        assert found[i].token_id == 7 * i
+        logprobs = found[i].logprobs
+        assert logprobs is not None
+        assert logprobs.chosen == pytest.approx(float(expected[i, 7 * i]), abs=1e-5)
+
+
 def test_typical_rows_draw_what_is_typical(sampler: DeviceSampler) -> None:
     """One token of 0.6 and 299 that share the rest: its surprisal is the nearest to the entropy."""
     logits = torch.full((12, VOCAB_SIZE), float(np.log(0.4 / 299)))
