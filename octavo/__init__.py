@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.runtime.outputs import CompletionOutput, RequestOutput
     from octavo.runtime.sampling_params import SamplingParams
+    from octavo.runtime.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "GuidedDecodingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "compile_model",
 ]
@@ -31,8 +34,10 @@ __all__ = [
 _HOMES = {
     "LLM": "octavo.llm",
     "CompletionOutput": "octavo.runtime.outputs",
+    "GuidedDecodingParams": "octavo.runtime.structured_outputs",
     "RequestOutput": "octavo.runtime.outputs",
     "SamplingParams": "octavo.runtime.sampling_params",
+    "StructuredOutputsParams": "octavo.runtime.structured_outputs",
     "compile_model": "octavo.compile",
 }
 

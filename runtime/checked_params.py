@@ -6,14 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.grammars import Grammars
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.structured_outputs import StructuredOutputsParams
 from octavo.runtime.validation import token_ids
 
 
 def checked_params(
-    params: Any, *, vocab_size: int, max_logprobs: int, has_tokenizer: bool
+    params: Any, *, vocab_size: int, max_logprobs: int, has_tokenizer: bool, grammars: Grammars
 ) -> SamplingParams:
-    """A copy that suits the model. Raises InvalidRequest, before anything is run."""
+    """A copy that suits the model. Raises InvalidRequest, before anything is run.
+
+    A grammar that ``grammars`` has not seen is compiled here, which may take its time.
+    """
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling parameters must be SamplingParams, got {params!r:.80}")
     # A copy, checked again: its fields may have been set since it was made, and may be later.
@@ -25,6 +30,8 @@ def checked_params(
     _check_logprobs("prompt_logprobs", checked.prompt_logprobs, max_logprobs)
     if not has_tokenizer:
         _check_without_tokenizer(checked)
+    if isinstance(checked.structured_outputs, StructuredOutputsParams):
+        grammars.guide(checked.structured_outputs)
     return checked
 
 

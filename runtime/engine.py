@@ -12,6 +12,7 @@ from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import EngineError
 from octavo.runtime.executor import PendingStep, StepExecutor
+from octavo.runtime.grammars import Grammars
 from octavo.runtime.logit_rules import make_rules
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
@@ -64,6 +65,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
+        self.grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._seed = seed
         self._batches = BatchBuilder(blocks.block_size)
         self._max_in_flight = 2 if async_scheduling else 1
@@ -180,7 +182,11 @@ class Engine:
         )
         self._num_requests += 1
         rules = make_rules(
-            params, prompt_token_ids, tokenizer=self._tokenizer, vocab_size=self._vocab_size
+            params,
+            prompt_token_ids,
+            tokenizer=self._tokenizer,
+            vocab_size=self._vocab_size,
+            grammars=self.grammars,
         )
         request.waits_for_token = rules is not None and rules.depends_on_output
         return OutputProcessor(

@@ -233,6 +233,7 @@ class LLM:
             vocab_size=self.vocab_size,
             max_logprobs=self.options.max_logprobs,
             has_tokenizer=self._tokenizer is not None,
+            grammars=self.engine.grammars,
         )
 
     def _run(

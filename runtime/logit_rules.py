@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.runtime.errors import EngineError
+from octavo.runtime.grammars import Grammars, Guide
 from octavo.runtime.logit_edits import MASK_BITS, LogitEdits, Processor
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.structured_outputs import StructuredOutputsParams
 
 
 class Encoder(Protocol):
@@ -28,18 +31,27 @@ def make_rules(
     *,
     tokenizer: Encoder | None,
     vocab_size: int,
+    grammars: Grammars,
 ) -> LogitRules | None:
-    """The rules of a request, None when it is sampled from the model's own logits."""
+    """The rules of a request, None when it is sampled from the model's own logits.
+
+    Raises InvalidRequest for structured outputs that make no sense.
+    """
     has_any = (
         _has_penalties(params)
         or params.logit_bias
         or params.allowed_token_ids
         or params.bad_words
         or params.logits_processors
+        or params.structured_outputs
     )
     if not has_any:
         return None
-    return LogitRules(params, prompt_token_ids, tokenizer=tokenizer, vocab_size=vocab_size)
+    structure = params.structured_outputs
+    guide = grammars.guide(structure) if isinstance(structure, StructuredOutputsParams) else None
+    return LogitRules(
+        params, prompt_token_ids, tokenizer=tokenizer, vocab_size=vocab_size, guide=guide
+    )
 
 
 class LogitRules:
@@ -56,7 +68,9 @@ class LogitRules:
         *,
         tokenizer: Encoder | None,
         vocab_size: int,
+        guide: Guide | None = None,
     ) -> None:
+        self._guide = guide
         self._prompt_token_ids = tuple(prompt_token_ids)
         self._output_token_ids: list[int] = []
         self._penalties = _Penalties(params, prompt_token_ids) if _has_penalties(params) else None
@@ -72,22 +86,37 @@ class LogitRules:
         if params.allowed_token_ids:
             self._allowed = token_mask(params.allowed_token_ids, vocab_size)
         self.depends_on_output = bool(
-            self._penalties is not None or self._processors or self._bad_sequences
+            self._penalties is not None
+            or self._processors
+            or self._bad_sequences
+            or self._guide is not None
         )
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return self._guide is not None and self._guide.is_complete
+
     def append(self, token_id: int) -> None:
-        """Take the next token of the output."""
+        """Take the next token of the output. Raises EngineError if it may not be there."""
         self._output_token_ids.append(token_id)
         if self._penalties is not None:
             self._penalties.append(token_id)
+        if self._guide is not None:
+            self._guide.append(token_id)
 
     def edits(self) -> LogitEdits:
         """What to do to the logits of the next token."""
+        try:
+            allowed = self._allowed_next()
+        except EngineError as error:
+            return LogitEdits(error=str(error))
         penalties = self._penalties
         if penalties is None:
-            return LogitEdits(**self._edits_but_penalties())
+            return LogitEdits(allowed=allowed, **self._edits_but_penalties())
         token_ids, amounts = penalties.arrays()
         return LogitEdits(
+            allowed=allowed,
             **self._edits_but_penalties(),
             repetition_penalty=penalties.repetition,
             penalized_token_ids=token_ids,
@@ -97,7 +126,6 @@ class LogitRules:
     def _edits_but_penalties(self) -> dict[str, Any]:
         return {
             "processors": tuple(self._bound(*each) for each in self._processors),
-            "allowed": self._allowed,
             "banned_token_ids": self._banned(),
             "biased_token_ids": self._biased_token_ids,
             "bias": self._bias,
@@ -108,6 +136,12 @@ class LogitRules:
         tokens = (self._prompt_token_ids, output) if wants_prompt else (output,)
         bound: Callable[[Tensor], Tensor] = partial(processor, *tokens)
         return bound
+
+    def _allowed_next(self) -> NDArray[np.int32] | None:
+        if self._guide is None:
+            return self._allowed
+        mask = self._guide.mask()
+        return mask if self._allowed is None else mask & self._allowed
 
     def _banned(self) -> NDArray[np.int64]:
         """The last token of each bad word whose other tokens the output ends with."""

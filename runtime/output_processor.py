@@ -117,7 +117,7 @@ class OutputProcessor:
         if self._detokenizer is not None:
             is_shown = (
                 finish is None
-                or finish.reason == "length"
+                or not self._is_stop(sampled.token_id, finish)
                 or self.request.params.include_stop_str_in_output
             )
             self._append_text(
@@ -184,7 +184,14 @@ class OutputProcessor:
         if is_end or token_id in self._stop_token_ids:
             if self.request.num_output_tokens >= self.request.params.min_tokens:
                 return Finish("stop", None if is_end else token_id)
+        if self.rules is not None and self.rules.is_complete:
+            return Finish("stop")
         return Finish("length") if self.request.is_at_limit else None
+
+    def _is_stop(self, token_id: int, finish: Finish) -> bool:
+        """Whether the token is there only to end the request."""
+        is_named = token_id in self._eos_token_ids or token_id in self._stop_token_ids
+        return is_named and finish.reason == "stop"
 
     def _append_text(
         self, detokenizer: IncrementalDetokenizer, token_id: int | None, is_last: bool

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.structured_outputs import StructuredOutputsParams, structured_outputs
 from octavo.runtime.validation import (
     boolean,
     integer,
@@ -24,8 +25,6 @@ MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little t
 
 # Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
 _NOT_BUILT: dict[str, Any] = {
-    "structured_outputs": None,
-    "guided_decoding": None,
     "truncate_prompt_tokens": None,
     "extra_args": None,
 }
@@ -40,7 +39,8 @@ class SamplingParams:
     ``typical_p`` 1 are off. A filter sees what the one before left: typical_p, min_p, top_k, then
     top_p, all after the temperature. Before it come, in this order, ``logits_processors``
     (callables ``(output_ids, logits)`` or ``(prompt_ids, output_ids, logits)`` that return logits
-    ``f32[vocab]``), what is forbidden (``allowed_token_ids``, ``bad_words``, ``min_tokens``),
+    ``f32[vocab]``), what is forbidden (by ``structured_outputs``, see StructuredOutputsParams,
+    ``allowed_token_ids``, ``bad_words`` and ``min_tokens``),
     ``logit_bias``, and the penalties: ``repetition_penalty`` for tokens of the prompt and the
     output, ``frequency_penalty`` and ``presence_penalty`` for those of the output.
     ``seed`` makes the request reproducible in any company; -1 is none, as in vLLM. ``stop`` ends at
@@ -75,8 +75,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
-    structured_outputs: Any = None
-    guided_decoding: Any = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    guided_decoding: StructuredOutputsParams | dict[str, Any] | None = None  # its older name
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: dict[str, Any] | None = None
@@ -140,6 +140,16 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty and allows nothing; leave it out")
         self.logits_processors = _processors(self.logits_processors)
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        guided = structured_outputs("guided_decoding", self.guided_decoding)
+        self.structured_outputs = structured_outputs("structured_outputs", self.structured_outputs)
+        if guided is None:
+            return
+        if self.structured_outputs is not None:
+            raise InvalidRequest("give structured_outputs or guided_decoding, not both")
+        self.structured_outputs, self.guided_decoding = guided, None
 
     def _check_length_and_stop(self) -> None:
         if self.max_tokens is not None:

@@ -84,6 +84,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._named_id("eos_token")
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it, with the tokens that only its configuration lists."""
+        text: str = self._raw.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with the special tokens that the tokenizer's post-processor adds."""
         ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids

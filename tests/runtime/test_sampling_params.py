@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from octavo.ir.errors import OctavoError
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.structured_outputs import GuidedDecodingParams
 
 BAD: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, "at least 0"),
@@ -82,7 +84,27 @@ BAD: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", "12", "a list of integers"),
     ("logits_processors", ["x"], "callables"),
     ("logits_processors", print, "callables"),
-    ("structured_outputs", object(), "not supported"),
+    ("structured_outputs", object(), "StructuredOutputsParams or a dict"),
+    ("structured_outputs", {"jsn": {}}, "'jsn' is not one of"),
+    ("structured_outputs", {}, "exactly one of"),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}, "got regex and choice"),
+    ("structured_outputs", {"json_object": False}, "got none"),
+    ("structured_outputs", {"json_object": "yes"}, "True or False"),
+    ("structured_outputs", {"json": "{"}, "json is not valid JSON"),
+    ("structured_outputs", {"json": "[1]"}, "must be a JSON schema, an object"),
+    ("structured_outputs", {"json": True}, "must be a JSON schema, an object"),
+    ("structured_outputs", {"json": {"enum": [object()]}}, "is not a JSON schema"),
+    ("structured_outputs", {"json": {"const": math.nan}}, "is not a JSON schema"),
+    ("structured_outputs", {"choice": []}, "lists nothing"),
+    ("structured_outputs", {"choice": "ab"}, "a list of strings"),
+    ("structured_outputs", {"choice": ["a", 1]}, "a list of strings"),
+    ("structured_outputs", {"choice": [""]}, "an empty string"),
+    ("structured_outputs", {"regex": 5}, "regex must be a string"),
+    ("structured_outputs", {"grammar": ""}, "grammar must be a string"),
+    ("structured_outputs", {"structural_tag": "x"}, "structural_tag is not supported"),
+    ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}, "is for json"),
+    ("structured_outputs", {"json": {}, "disable_any_whitespace": 1}, "True or False"),
+    ("guided_decoding", {}, "exactly one of"),
     ("truncate_prompt_tokens", 5, "not supported"),
 ]
 
@@ -92,7 +114,7 @@ def test_a_bad_value_is_named_in_one_line(name: str, value: Any, message: str) -
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{name: value})
     text = str(caught.value)
-    assert name in text
+    assert name in text or name == "guided_decoding"  # it is read as the newer name
     assert message in text
     assert "\n" not in text
     assert isinstance(caught.value, ValueError)
@@ -134,6 +156,15 @@ def test_one_stop_string_is_a_list_of_one() -> None:
 def test_a_bias_is_by_number_and_within_bounds() -> None:
     params = SamplingParams(logit_bias={"12": 1, np.int64(3): -1000})
     assert params.logit_bias == {12: 1.0, 3: -100.0}
+
+
+def test_the_older_name_of_structured_outputs() -> None:
+    old = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"]))
+    new = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    assert old == new
+    assert replace(old) == new
+    with pytest.raises(InvalidRequest, match="not both"):
+        SamplingParams(guided_decoding={"regex": "a"}, structured_outputs={"regex": "a"})
 
 
 def test_stop_strings_need_text() -> None:
