@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.compile import compile_model
     from octavo.llm import LLM
+    from octavo.runtime.beam_search import BeamSearchParams
     from octavo.runtime.outputs import CompletionOutput, RequestOutput
     from octavo.runtime.sampling_params import SamplingParams
     from octavo.runtime.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "GuidedDecodingParams",
     "RequestOutput",
@@ -33,6 +35,7 @@ __all__ = [
 # this file it would then see every part of the project import every other.
 _HOMES = {
     "LLM": "octavo.llm",
+    "BeamSearchParams": "octavo.runtime.beam_search",
     "CompletionOutput": "octavo.runtime.outputs",
     "GuidedDecodingParams": "octavo.runtime.structured_outputs",
     "RequestOutput": "octavo.runtime.outputs",

@@ -64,7 +64,7 @@ class Engine:
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._seed = seed
         self._batches = BatchBuilder(blocks.block_size)
@@ -194,7 +194,7 @@ class Engine:
             prompt=prompt,
             kind=kind,
             tokenizer=self._tokenizer,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             arrival_time=time.monotonic(),
             rules=rules,
             sample_of=sample_of,

@@ -8,17 +8,24 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.beam_search import (
+    BeamSearch,
+    BeamSearchOutput,
+    BeamSearchParams,
+    search,
+)
 from octavo.runtime.checked_params import checked_params
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError, InvalidRequest
 from octavo.runtime.llm_options import LLMOptions, resolve_options
 from octavo.runtime.load import load_engine
 from octavo.runtime.output_processor import OutputKind
-from octavo.runtime.outputs import EngineStats, GenerationStats, RequestOutput
+from octavo.runtime.outputs import EngineStats, GenerationStats, Logprob, RequestOutput
 from octavo.runtime.progress import progress_bar
 from octavo.runtime.prompts import Prompt, parse_prompts
 from octavo.runtime.sampling_params import SamplingParams
@@ -128,6 +135,29 @@ class LLM:
         """Like ``stream``, for a conversation; ``rendering`` as for ``chat``."""
         parsed = self._parse_chat(messages, **rendering)
         return self._stream(parsed, self._text_params(sampling_params))
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt; prompts are as for ``generate``."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {params!r:.80}")
+        params = replace(params)  # checked again, as SamplingParams are
+        before = self.engine.stats()
+        searches = [
+            BeamSearch(
+                prompt.token_ids,
+                params,
+                eos_token_ids=self.engine.eos_token_ids,
+                max_model_len=self.engine.max_model_len,
+            )
+            for prompt in self._parse(prompts)
+        ]
+        with progress_bar("Searching", len(searches), is_wanted=use_tqdm) as advance:
+            search(searches, self._next_logprobs, advance)
+        self._close((), before)
+        decode = None if self._tokenizer is None else self._tokenizer.decode
+        return [each.best(decode) for each in searches]
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequest when there is none."""
@@ -252,6 +282,17 @@ class LLM:
             return [results[request_id] for request_id in request_ids]
         finally:
             self._close(request_ids, before)
+
+    def _next_logprobs(self, contexts: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, ignore_eos=True)
+        prompts = [Prompt(tuple(context)) for context in contexts]
+        completions = [
+            output.outputs[0] for output in self._run(prompts, [params] * len(prompts), False)
+        ]
+        for completion in completions:
+            if completion.finish_reason == "error":
+                raise EngineError(str(completion.stop_reason))
+        return [(completion.logprobs or [])[0] for completion in completions]
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[str, None, None]:
         before = self.engine.stats()
