@@ -40,6 +40,7 @@ _GENERATION_CONFIG_NAMES = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "typical_p": "typical_p",
     "max_new_tokens": "max_tokens",
 }
 

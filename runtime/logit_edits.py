@@ -110,11 +110,12 @@ def _allow(logits: Tensor, edits: Sequence[LogitEdits], put: Put) -> None:
     masks = {i: each.allowed for i, each in enumerate(edits) if each.allowed is not None}
     if not masks:
         return
-    words = put(np.stack(list(masks.values())))
-    shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
-    is_allowed = ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    # Byte by byte, the lowest first: a quarter of the memory that whole words would take.
+    octets = put(np.stack(list(masks.values())).view(np.uint8))
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_forbidden = ((octets[:, :, None] & bits) == 0).flatten(1)[:, : logits.shape[1]]
     index = put(np.array(list(masks), dtype=np.int64))
-    kept = logits.index_select(0, index).masked_fill_(~is_allowed, -torch.inf)
+    kept = logits.index_select(0, index).masked_fill_(is_forbidden, -torch.inf)
     logits.index_copy_(0, index, kept)
 
 

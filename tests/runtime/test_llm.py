@@ -424,9 +424,10 @@ def test_all_logprobs_when_allowed(shared_toy: Path) -> None:
 
 def test_defaults_of_the_models_makers(tmp_path: Path) -> None:
     config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 77, "do_sample": True}
-    write_toy_artifact(tmp_path / "a", generation_config=config)
+    rules = {"repetition_penalty": 1.1, "typical_p": 0.9}
+    write_toy_artifact(tmp_path / "a", generation_config=config | rules)
     params = LLM(tmp_path / "a").get_default_sampling_params()
-    assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=77)
+    assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=77, **rules)
     plain = LLM(tmp_path / "a", generation_config="vllm").get_default_sampling_params()
     assert plain == SamplingParams()
 
