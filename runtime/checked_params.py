@@ -8,7 +8,6 @@ from typing import Any
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.grammars import Grammars
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.structured_outputs import StructuredOutputsParams
 from octavo.runtime.validation import token_ids
 
 
@@ -30,8 +29,8 @@ def checked_params(
     _check_logprobs("prompt_logprobs", checked.prompt_logprobs, max_logprobs)
     if not has_tokenizer:
         _check_without_tokenizer(checked)
-    if isinstance(checked.structured_outputs, StructuredOutputsParams):
-        grammars.guide(checked.structured_outputs)
+    if checked.structure is not None:
+        grammars.guide(checked.structure)
     return checked
 
 

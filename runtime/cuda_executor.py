@@ -47,7 +47,7 @@ class StepSampler(Protocol):
     def finish(
         self, logits: Tensor, sampling: SampleTensors, rows: Sequence[SampleRow]
     ) -> PendingStep:
-        """Choose again for rows with filters or bans, and start the copy of all tokens back."""
+        """Choose again for rows with filters or edits, and start the copy of all tokens back."""
         ...
 
 

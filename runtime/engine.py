@@ -64,8 +64,9 @@ class Engine:
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        # A configuration may name an end that the model cannot write, -1 for one.
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=self.eos_token_ids)
         self._seed = seed
         self._batches = BatchBuilder(blocks.block_size)
         self._max_in_flight = 2 if async_scheduling else 1

@@ -34,7 +34,7 @@ class Grammars:
         """``vocab_size`` is the model's, whose end is ``eos_token_ids``."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(i for i in eos_token_ids if i < vocab_size)
+        self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()

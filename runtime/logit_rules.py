@@ -16,7 +16,6 @@ from octavo.runtime.errors import EngineError
 from octavo.runtime.grammars import Grammars, Guide
 from octavo.runtime.logit_edits import MASK_BITS, LogitEdits, Processor
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.structured_outputs import StructuredOutputsParams
 
 
 class Encoder(Protocol):
@@ -47,8 +46,7 @@ def make_rules(
     )
     if not has_any:
         return None
-    structure = params.structured_outputs
-    guide = grammars.guide(structure) if isinstance(structure, StructuredOutputsParams) else None
+    guide = None if params.structure is None else grammars.guide(params.structure)
     return LogitRules(
         params, prompt_token_ids, tokenizer=tokenizer, vocab_size=vocab_size, guide=guide
     )
@@ -75,7 +73,7 @@ class LogitRules:
         self._output_token_ids: list[int] = []
         self._penalties = _Penalties(params, prompt_token_ids) if _has_penalties(params) else None
         self._processors = [(p, _wants_prompt(p)) for p in params.logits_processors or ()]
-        sequences = bad_word_ids(params.bad_words or (), tokenizer)
+        sequences = bad_word_ids(params.bad_words or (), tokenizer, vocab_size)
         always = [ids[0] for ids in sequences if len(ids) == 1]
         self._always_banned = np.array(sorted(set(always)), dtype=np.int64)
         self._bad_sequences = [ids for ids in sequences if len(ids) > 1]
@@ -193,10 +191,13 @@ def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     return words
 
 
-def bad_word_ids(words: Sequence[str], tokenizer: Encoder | None) -> list[tuple[int, ...]]:
+def bad_word_ids(
+    words: Sequence[str], tokenizer: Encoder | None, vocab_size: int
+) -> list[tuple[int, ...]]:
     """The token sequences that spell a word, at the start of a text and after a space.
 
-    What spells it after a space is left out where it ends with what spells it alone.
+    What spells it after a space is left out where it ends with what spells it alone, and so is what
+    the model cannot write: a tokenizer may know more tokens than it.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -206,7 +207,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Encoder | None) -> list[tuple[
         found[bare] = None
         if spaced[-len(bare) :] != bare:
             found[spaced] = None
-    return [ids for ids in found if ids]
+    return [ids for ids in found if ids and max(ids) < vocab_size]
 
 
 def _has_penalties(params: SamplingParams) -> bool:

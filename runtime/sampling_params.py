@@ -93,6 +93,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """``structured_outputs``, checked."""
+        given = self.structured_outputs
+        return given if isinstance(given, StructuredOutputsParams) else None
+
     def _refuse_what_is_not_built(self) -> None:
         for name, neutral in _NOT_BUILT.items():
             value = getattr(self, name)

@@ -76,6 +76,22 @@ def test_the_beams_are_those_of_transformers(
         assert len(lengths) > 1, "some end and some do not, to be a test"
 
 
+def test_enough_go_on_when_most_of_the_best_end() -> None:
+    """Four ends are the likeliest after everything, then 4, 5 and 6: two beams are to be found."""
+    values = (-1.0, -1.1, -1.2, -1.3, -2.0, -2.5, -3.0)
+    asked: list[int] = []
+
+    def fixed(contexts: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+        asked.append(count)
+        return [dict(enumerate(map(Logprob, values[:count]))) for _ in contexts]
+
+    one = BeamSearch([9], BeamSearchParams(2, 5), eos_token_ids=[0, 1, 2, 3], max_model_len=99)
+    one.extend(fixed([[9]], one.num_candidates))
+    assert [beam.tokens for beam in one.running] == [[9, 4], [9, 5]]
+    assert [beam.tokens for beam in one.best().sequences] == [[9, 0], [9, 1]]
+    assert one.is_finished, "-2 a token is worse than the -1.1 of the second that has ended"
+
+
 def beams_of(
     model: Any, prompt: list[int], eos: list[int], width: int, length_penalty: float
 ) -> tuple[list[list[int]], list[float]]:

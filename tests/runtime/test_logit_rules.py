@@ -30,7 +30,7 @@ from octavo.runtime.sampler import SampleRow
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.tokenizer import Tokenizer
 from tests.runtime.test_llm import greedy, mix, prompts
-from tests.runtime.toy_artifact import byte_tokenizer
+from tests.runtime.toy_artifact import EOS, VOCAB_SIZE, byte_tokenizer, write_toy_artifact
 
 # ``(prompt ids, output ids, logits) -> logits``
 Rule = Callable[[list[int], list[int], Tensor], Tensor]
@@ -161,9 +161,10 @@ def test_bad_words_of_several_tokens(llm: LLM) -> None:
 
 def test_bad_words_are_spelled_as_in_a_text() -> None:
     tokenizer = Tokenizer(byte_tokenizer(), {}, {})
+    size = VOCAB_SIZE
     ids = {text: tuple(tokenizer.encode(text, False)) for text in ("ab", " ")}
-    assert bad_word_ids(["ab", " ab"], tokenizer) == [ids["ab"]]
-    assert bad_word_ids([" "], tokenizer) == [ids[" "]]
+    assert bad_word_ids(["ab", " ab"], tokenizer, size) == [ids["ab"]]
+    assert bad_word_ids([" "], tokenizer, size) == [ids[" "]]
 
 
 class Merging:
@@ -175,7 +176,23 @@ class Merging:
 
 
 def test_a_bad_word_after_a_space_may_be_another_token() -> None:
-    assert bad_word_ids(["word"], Merging()) == [(1, 2), (3,)]
+    assert bad_word_ids(["word"], Merging(), 4) == [(1, 2), (3,)]
+
+
+def test_a_word_that_the_model_cannot_write_is_not_looked_for() -> None:
+    assert bad_word_ids(["word"], Merging(), 3) == [(1, 2)]
+
+
+def test_an_end_beyond_the_vocabulary_touches_no_other_row(tmp_path: Path) -> None:
+    """Bans lie in all rows laid end to end: -1 and 265 would be tokens of the neighbours."""
+    neighbours = [-1, EOS, VOCAB_SIZE + 5]
+    write_toy_artifact(tmp_path / "a", generation_config={"eos_token_id": neighbours})
+    llm = LLM(tmp_path / "a")
+    params = [SamplingParams(temperature=0.0, max_tokens=40, min_tokens=40) for _ in range(9)]
+    outputs = llm.generate(prompts()[:9], params)
+    ban = of_transformers(NoBadWordsLogitsProcessor([[EOS]]))
+    for prompt, output in zip(prompts(), outputs, strict=False):
+        assert output.outputs[0].token_ids == reference(prompt, ban)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
