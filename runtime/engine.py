@@ -245,7 +245,8 @@ class Engine:
             mine, at = rows[at : at + stop - start], at + stop - start
             processor = self._live.get(request.request_id)
             try:
-                if processor is not None:
+                # Its id may be another's by now, if it was ended while the step ran.
+                if processor is not None and processor.request is request:
                     processor.take_prompt_rows(start, mine)
             except Exception as error:
                 outputs.append(self._end_faulty(request.request_id, error))

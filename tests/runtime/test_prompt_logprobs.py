@@ -109,6 +109,19 @@ def test_every_kind_of_output_shows_them(llm: LLM, kind: OutputKind, n: int) -> 
     check(having[0], 2)
 
 
+def test_rows_of_an_ended_request_are_not_those_of_its_ids_next_owner(shared_toy: Path) -> None:
+    llm = LLM(shared_toy, async_scheduling=True, max_num_seqs=8)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=3, ignore_eos=True)
+    llm.engine.add_request("a", [3] * 40, params)
+    llm.engine.step()  # a second step is running now
+    llm.engine.abort_request("a")
+    llm.engine.add_request("a", list(range(30)), params, kind="final")
+    outputs: list[RequestOutput] = []
+    while llm.engine.is_live("a"):
+        outputs += llm.engine.step()
+    check(outputs[-1], 0)
+
+
 def test_logits_of_the_prompt_that_are_not_finite_end_the_request_alone(tmp_path: Path) -> None:
     spoiled = PROGRAM.replace(
         "return mix(tokens, self.salt)",
