@@ -61,6 +61,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise _refused(matcher.get_error())
+        matcher.compute_bitmask()  # what it learns, its copies know
+        if matcher.is_error():
+            raise _refused(f"no text can be like this: {matcher.get_error()}")
         return matcher
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
@@ -118,12 +121,22 @@ def _grammar(params: StructuredOutputsParams) -> str:
         return llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     if params.grammar is not None:
         return _from_text(params.grammar)
+    return _from_schema(params)
+
+
+def _from_schema(params: StructuredOutputsParams) -> str:
     pattern = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
     is_compact = params.disable_any_whitespace
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps({"type": "object"} if params.json is None else params.json),
-        overrides={"whitespace_flexible": False} if is_compact else {"whitespace_pattern": pattern},
-    )
+    schema = {"type": "object"} if params.json is None else params.json
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema),
+            overrides={"whitespace_flexible": False}
+            if is_compact
+            else {"whitespace_pattern": pattern},
+        )
+    except ValueError as error:  # too deep, or half of a surrogate pair
+        raise _refused(f"json: {error}") from None
 
 
 def _from_text(grammar: str) -> str:
@@ -140,4 +153,5 @@ def _refused(reason: str) -> InvalidRequest:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """Without the state of the parser, which may follow."""
+    return " ".join(text.partition("<state>")[0].split())[:300]

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.tokenizer import Tokenizer
-from octavo.runtime.validation import check_token_id, integer
+from octavo.runtime.validation import check_token_id, check_unicode, integer
 
 _SHAPES = (
     'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, '
@@ -103,10 +103,7 @@ def _from_text(
             f"{where} is text, but the model came without a tokenizer; give token ids, or compile "
             "it again from a directory with tokenizer.json"
         )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{where} is not valid Unicode: {error.reason}") from None
+    check_unicode(where, text)
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens)), text)
 
 

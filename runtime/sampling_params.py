@@ -23,11 +23,7 @@ SEED_BITS = 64
 MAX_SAMPLES = 16384  # of one prompt: a slip of the hand must not fill the memory. vLLM's bound.
 MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little to overflow
 
-# Known to vLLM and not built yet: the one value of each that changes nothing is accepted.
-_NOT_BUILT: dict[str, Any] = {
-    "truncate_prompt_tokens": None,
-    "extra_args": None,
-}
+_NOT_BUILT = ("truncate_prompt_tokens", "extra_args")  # known to vLLM
 
 
 @dataclass
@@ -40,9 +36,9 @@ class SamplingParams:
     top_p, all after the temperature. Before it come, in this order, ``logits_processors``
     (callables ``(output_ids, logits)`` or ``(prompt_ids, output_ids, logits)`` that return logits
     ``f32[vocab]``), what is forbidden (by ``structured_outputs``, see StructuredOutputsParams,
-    ``allowed_token_ids``, ``bad_words`` and ``min_tokens``),
-    ``logit_bias``, and the penalties: ``repetition_penalty`` for tokens of the prompt and the
-    output, ``frequency_penalty`` and ``presence_penalty`` for those of the output.
+    ``allowed_token_ids``, ``bad_words`` and ``min_tokens``), ``logit_bias``, and the penalties:
+    ``repetition_penalty`` for tokens of the prompt and the output, ``frequency_penalty`` and
+    ``presence_penalty`` for those of the output.
     ``seed`` makes the request reproducible in any company; -1 is none, as in vLLM. ``stop`` ends at
     a string, which is left out of the text unless ``include_stop_str_in_output``;
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
@@ -100,15 +96,9 @@ class SamplingParams:
         return given if isinstance(given, StructuredOutputsParams) else None
 
     def _refuse_what_is_not_built(self) -> None:
-        for name, neutral in _NOT_BUILT.items():
+        for name in _NOT_BUILT:
             value = getattr(self, name)
-            is_empty = neutral is None and isinstance(value, (list, tuple, dict)) and not value
-            if value is neutral or is_empty:
-                continue
-            if neutral is not None:
-                check = integer if isinstance(neutral, int) else real
-                value = check(name, value)
-            if value != neutral:
+            if value is not None and value != {}:
                 raise InvalidRequest(
                     f"{name}={value!r} is not supported by this version of octavo; leave {name} out"
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
-from octavo.runtime.validation import boolean, strings
+from octavo.runtime.validation import boolean, check_unicode, strings
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Known to vLLM and not built: the values of each under which it changes nothing.
@@ -96,7 +96,7 @@ def _schema(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{where} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{where} must be a JSON schema, an object, got {value!r:.80}")
@@ -110,3 +110,4 @@ def _schema(value: Any) -> Any:
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"structured_outputs: {name} must be a string, got {value!r:.80}")
+    check_unicode(f"structured_outputs: {name}", value)

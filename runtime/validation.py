@@ -52,7 +52,17 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}")
     if "" in items:
         raise InvalidRequest(f"{name} holds an empty string, which would match everywhere")
+    for item in items:
+        check_unicode(name, item)
     return tuple(items)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which no text can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid Unicode: {error.reason}") from None
 
 
 def token_ids(name: str, value: Any, vocab_size: int | None = None) -> tuple[int, ...]:

@@ -188,6 +188,13 @@ def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(
     assert re.fullmatch("[ab]{8}", fine.outputs[0].text)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
@@ -202,8 +209,14 @@ def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(
         ({"grammar": 'start: "a" x'}, 'unknown name: "x"'),
         ({"grammar": 'root ::= ["a"'}, "Failed to convert the grammar"),
         ({"grammar": "root ::= x"}, "Rule 'x' not found"),
+        ({"json": {"const": "\ud800"}}, "unexpected end of hex escape"),
+        ({"json": nested(200)}, "recursion limit exceeded"),
+        ({"regex": "(" * 9999 + ")" * 9999}, "invalid regex"),
+        ({"grammar": "start: " + "(" * 9999 + '"a"' + ")" * 9999}, "too deeply nested"),
+        ({"grammar": "root ::= " + "(" * 9999 + '"a"' + ")" * 9999}, "recursion depth"),
+        ({"regex": r"[^\s\S]"}, "no text can be like this"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(
     llm: LLM, structure: dict[str, Any], message: str
