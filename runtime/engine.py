@@ -14,6 +14,7 @@ from octavo.runtime.errors import EngineError
 from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
+from octavo.runtime.prefix_cache import root_key
 from octavo.runtime.request import Request
 from octavo.runtime.sampler import SampledToken, SampleRow
 from octavo.runtime.sampling_params import SamplingParams
@@ -54,13 +55,16 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         seed: int = 0,
         async_scheduling: bool = False,
+        content_id: str = "",
     ) -> None:
+        """``content_id`` names what is computed: only equal ones may share blocks."""
         self.executor = executor
         self.scheduler = Scheduler(config, blocks)
         self.max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
+        self._content_id = content_id
         self._batches = BatchBuilder(blocks.block_size)
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
@@ -80,8 +84,12 @@ class Engine:
         *,
         prompt: str | None = None,
         kind: OutputKind = "cumulative",
+        cache_salt: str | None = None,
     ) -> None:
-        """Queue a request. Raises InvalidRequest when it could never run."""
+        """Queue a request. Raises InvalidRequest when it could never run.
+
+        ``cache_salt``: only requests with the same one share blocks of the prefix cache.
+        """
         assert request_id not in self._live, "request ids are unique"
         own_seed = params.seed is not None
         request = Request(
@@ -91,6 +99,7 @@ class Engine:
             max_model_len=self.max_model_len,
             seed=params.seed if params.seed is not None else self._seed,
             stream=0 if own_seed else _FIRST_OWN_STREAM + self._num_requests,
+            root_key=root_key(self._content_id, cache_salt=cache_salt),
         )
         processor = OutputProcessor(
             request,
@@ -145,6 +154,9 @@ class Engine:
             output_tokens=self._output_tokens,
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
+            num_cached_blocks=blocks.num_cached_blocks,
+            prefix_cache_queries=self.scheduler.prefix_queries,
+            prefix_cache_hits=self.scheduler.prefix_hits,
         )
 
     def _launch(self, plan: StepPlan) -> None:

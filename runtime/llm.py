@@ -81,8 +81,9 @@ class LLM:
         """Continue each prompt; the results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
-        ``{"prompt_token_ids": [...]}``; one or a list of them. Sampling parameters are one for all
-        or one each. Raises InvalidRequest before anything is run.
+        ``{"prompt_token_ids": [...]}``; one or a list of them. A ``"cache_salt"`` beside these
+        parts it from prompts with another. Sampling parameters are one for all or one each.
+        Raises InvalidRequest before anything is run.
         """
         if prompt_token_ids is not None:
             if prompts is not None:
@@ -160,6 +161,12 @@ class LLM:
     def vocab_size(self) -> int:
         """Number of token ids that the model knows: 0 to ``vocab_size - 1``."""
         return self.artifact.manifest.vocab_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prompts and answers that were computed; True, as vLLM says when it is done."""
+        with self._engine_turn():
+            self.engine.scheduler.blocks.reset_prefix_cache()
+        return True
 
     def stats(self) -> EngineStats:
         """Totals since this LLM was made, and its state now."""
@@ -301,7 +308,12 @@ class LLM:
             request_id = str(self._num_requests)
             self._num_requests += 1
             self.engine.add_request(
-                request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind
+                request_id,
+                prompt.token_ids,
+                params,
+                prompt=prompt.text,
+                kind=kind,
+                cache_salt=prompt.cache_salt,
             )
             self._inboxes[request_id] = deque()
         return request_id

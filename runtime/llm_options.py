@@ -54,6 +54,7 @@ class LLMOptions:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
     max_logprobs: int = 20
     async_scheduling: bool | None = None
     enforce_eager: bool = False
@@ -120,6 +121,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "gpu_memory_utilization": _share,
     "kv_cache_memory_bytes": _positive,
     "num_gpu_blocks_override": _positive,
+    "enable_prefix_caching": boolean,
     "max_logprobs": partial(integer, low=-1),
     "async_scheduling": boolean,
     "enforce_eager": boolean,
@@ -154,7 +156,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 # Changes nothing here, and why.
 IGNORED: dict[str, str] = {
-    "enable_prefix_caching": "this version has no prefix cache; answers are the same without it",
     "enable_chunked_prefill": "prompts are always prefilled in chunks",
     "trust_remote_code": "an artifact holds the only code that is run",
     "swap_space": "preempted requests are computed again, not swapped",

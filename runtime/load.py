@@ -56,13 +56,18 @@ def load_engine(
     is_async = options.async_scheduling
     return Engine(
         executor,
-        BlockManager(capacity.kv_cache.num_blocks, capacity.kv_cache.block_size),
+        BlockManager(
+            capacity.kv_cache.num_blocks,
+            capacity.kv_cache.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+        ),
         config,
         max_model_len=capacity.max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(artifact, tokenizer),
         seed=options.seed,
         async_scheduling=is_cuda if is_async is None else is_async,
+        content_id=artifact.manifest.artifact_id,
     )
 
 

@@ -126,6 +126,7 @@ class OutputProcessor:
             outputs=[completion],
             finished=self.finish is not None,
             metrics=self.metrics,
+            num_cached_tokens=self.request.num_cached_tokens,
         )
 
     def _make_detokenizer(self, tokenizer: Tokenizer | None) -> IncrementalDetokenizer | None:

@@ -47,7 +47,10 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request and its continuations. ``prompt`` is None when only token ids were given."""
+    """A request and its continuations. ``prompt`` is None when only token ids were given.
+
+    ``num_cached_tokens`` of the prompt came from the prefix cache; None before it was admitted.
+    """
 
     request_id: str
     prompt: str | None
@@ -55,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,11 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made, and its state now."""
+    """Totals since the engine was made, and its state now.
+
+    Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
+    ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing.
+    """
 
     num_running: int
     num_waiting: int
@@ -81,6 +89,9 @@ class EngineStats:
     output_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
@@ -18,10 +18,14 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt ready to run; ``text`` is None when only ids were given."""
+    """A prompt ready to run; ``text`` is None when only ids were given.
+
+    Only prompts with the same ``cache_salt`` share what the prefix cache holds.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    cache_salt: str | None = None
 
 
 def parse_prompts(
@@ -81,16 +85,25 @@ def _parse_one(
 def _from_mapping(
     where: str, item: Mapping[str, Any], tokenizer: Tokenizer | None, add_special_tokens: bool
 ) -> Prompt:
-    unknown = sorted(set(item) - {"prompt", "prompt_token_ids"})
+    unknown = sorted(set(item) - {"prompt", "prompt_token_ids", "cache_salt"})
     if unknown:
         raise InvalidRequest(f"{where}: {unknown[0]!r} is not supported; give {_SHAPES}")
     text = item.get("prompt")
+    salt = _cache_salt(where, item.get("cache_salt"))
     if item.get("prompt_token_ids") is not None:
         ids = _token_ids(where, _plain_ids(item["prompt_token_ids"]))
-        return Prompt(ids, text if isinstance(text, str) else None)
+        return Prompt(ids, text if isinstance(text, str) else None, salt)
     if not isinstance(text, str):
         raise InvalidRequest(f"{where} holds neither a prompt string nor prompt_token_ids")
-    return _from_text(where, text, tokenizer, add_special_tokens)
+    return replace(_from_text(where, text, tokenizer, add_special_tokens), cache_salt=salt)
+
+
+def _cache_salt(where: str, salt: Any) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise InvalidRequest(f"{where}: cache_salt must be a non-empty string, got {salt!r:.80}")
+    return salt
 
 
 def _from_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from octavo.runtime.prefix_cache import block_key
 from octavo.runtime.sampling_params import SamplingParams
 
 
@@ -22,15 +23,20 @@ class Request:
     and V in the cache, or will have when the steps that are launched have run; the rest is to do,
     whether it is a prompt or the last sampled token. ``num_pending`` is 1 while a launched step
     samples the next token, in row ``source_row`` of that step's tokens. ``num_slots`` tokens have
-    room in its blocks.
+    room in its blocks, the first ``num_published_blocks`` of which others may share.
+    ``num_cached_tokens`` of the prompt were found in the prefix cache when it was first admitted.
     """
 
     __slots__ = (
+        "_block_keys",
+        "_root_key",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_published_blocks",
         "num_slots",
         "params",
         "request_id",
@@ -50,8 +56,10 @@ class Request:
         max_model_len: int,
         seed: int = 0,
         stream: int = 0,
+        root_key: bytes = b"",
     ) -> None:
-        """``seed`` and ``stream`` key its randomness, see octavo.runtime.philox."""
+        """``seed`` and ``stream`` key its randomness, see octavo.runtime.philox; ``root_key`` says
+        with whom it may share blocks, see octavo.runtime.prefix_cache."""
         self.request_id = request_id
         self.params = params
         self.seed = seed
@@ -62,7 +70,11 @@ class Request:
         self.num_pending = 0
         self.source_row = 0
         self.num_slots = 0
+        self.num_published_blocks = 0
+        self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self._root_key = root_key
+        self._block_keys: list[bytes] = []
         self.status = RequestStatus.WAITING
         wanted = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + wanted)
@@ -84,3 +96,16 @@ class Request:
     def is_at_limit(self) -> bool:
         """Whether no further token may be generated."""
         return len(self.token_ids) >= self.max_total_tokens
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether its whole prompt has to be computed: each token's logits are wanted."""
+        return self.params.prompt_logprobs is not None
+
+    def block_keys(self, count: int, block_size: int) -> list[bytes]:
+        """Keys of its first ``count`` blocks, all of whose tokens are known."""
+        keys = self._block_keys
+        for start in range(len(keys) * block_size, count * block_size, block_size):
+            parent = keys[-1] if keys else self._root_key
+            keys.append(block_key(parent, self.token_ids[start : start + block_size]))
+        return keys[:count]

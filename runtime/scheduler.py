@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.request import Request, RequestStatus
+
+# A request waits for a prefix that is being computed if that saves 1 / so much of its work.
+_WORTH_A_WAIT = 4
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class Scheduler:
     When nothing is free, the request admitted last gives up its blocks and returns to the front
     of the queue with its tokens; it then computes them again, and its output is the same.
 
+    Blocks that the prefix cache has are not computed again, but for the last token's: its logits
+    are wanted. A full block may be shared once the tokens of its step were taken, so that nothing
+    of a failed step ever is. A request whose prefix is just being computed waits for that while it
+    saves a quarter of its work, and others overtake it: many that come at once compute it once.
+
     A step has three moments: ``schedule`` plans it, ``begin`` says that it was launched, ``update``
     gives its tokens. The next step may be planned and begun before the update of this one: a
     request then runs the token that is being sampled. At most one token of a request is ahead.
@@ -98,6 +106,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}  # in the order of admission
         self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens of requests when they were first admitted,
+        self.prefix_hits = 0  # and how many of them the prefix cache had
         self._watermark_blocks = int(config.watermark * blocks.num_usable_blocks)
 
     def add(self, request: Request) -> None:
@@ -166,6 +176,7 @@ class Scheduler:
         """
         sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
         taken = []
+        spoiled = set()
         for (request, start, num_tokens, *_), token in zip(sampled, tokens, strict=True):
             # An interrupt between a step's launch and its `begin` makes the next one compute the
             # same token again: the place in the context says which of them the request has.
@@ -178,7 +189,27 @@ class Scheduler:
                 request.num_pending = max(0, request.num_pending - 1)
                 if token is not None:
                     request.token_ids.append(token)
+                else:
+                    # What it has read may be what spoiled its row.
+                    self.blocks.forget(request.request_id)
+                    spoiled.add(request)
+        if self.blocks.prefix_cache is not None:
+            self._publish(plan, spoiled)
         return taken
+
+    def _publish(self, plan: StepPlan, spoiled: Collection[Request]) -> None:
+        """Let the blocks that a step has filled be shared."""
+        block_size = self.blocks.block_size
+        for request, start, num_tokens, block_ids, *_ in plan.sequences:
+            end = start + num_tokens
+            first = request.num_published_blocks
+            if end - first * block_size < block_size or request in spoiled:
+                continue
+            # It may have lost its blocks since, or be about to compute the step's tokens again.
+            last = min(end, request.num_computed_tokens) // block_size
+            keys = request.block_keys(last, block_size)[first:]
+            if keys and self.blocks.publish(request.request_id, block_ids, first, keys):
+                request.num_published_blocks = last
 
     def _continue_running(self, draft: _Draft) -> None:
         decodes: list[Request] = []
@@ -199,21 +230,73 @@ class Scheduler:
             if draft.budget == 0:
                 return
             if self._has_room(request, draft):
-                draft.place(request, self._chunk(request, draft.budget))
+                self._place(request, draft)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while self.waiting and draft.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        deferred: list[Request] = []
+        num_seats = self.config.max_num_seqs - len(self.running)
+        while self.waiting and draft.budget > 0 and num_seats > 0:
             request = self.waiting[0]
-            keep_free = self._watermark_blocks if self.running else 0
             if request.num_pending:
-                return  # preempted by a step that failed: its token is still to come
-            if not self.blocks.can_allocate(request.request_id, request.num_tokens, keep_free):
-                return  # nobody overtakes
-            self.waiting.popleft()
-            self._allocate(request, request.num_tokens)
-            request.status = RequestStatus.RUNNING
-            self.running[request.request_id] = request
-            draft.place(request, self._chunk(request, draft.budget))
+                break  # preempted by a step that failed: its token is still to come
+            prefix = self._find_prefix(request)
+            num_seats -= (
+                1  # for one that is deferred too: so few are looked at that it costs little
+            )
+            if self._is_worth_a_wait(request, len(prefix)):
+                deferred.append(self.waiting.popleft())
+                continue
+            keep_free = self._watermark_blocks if self.running else 0
+            if not self.blocks.can_allocate(
+                request.request_id, request.num_tokens, keep_free, prefix
+            ):
+                break  # nobody overtakes
+            self._admit(self.waiting.popleft(), prefix, draft)
+        self.waiting.extendleft(reversed(deferred))
+
+    def _admit(self, request: Request, prefix: Sequence[int], draft: _Draft) -> None:
+        self._allocate(request, request.num_tokens, prefix)
+        request.num_published_blocks = len(prefix)
+        request.num_computed_tokens = len(prefix) * self.blocks.block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += request.num_cached_tokens
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+        self._place(request, draft)
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Blocks that the request need not compute; never that of its last token."""
+        if self.blocks.prefix_cache is None or request.skips_prefix_cache:
+            return []
+        return self.blocks.find_prefix(self._prefix_keys(request))
+
+    def _prefix_keys(self, request: Request) -> list[bytes]:
+        block_size = self.blocks.block_size
+        return request.block_keys((request.num_tokens - 1) // block_size, block_size)
+
+    def _is_worth_a_wait(self, request: Request, num_found: int) -> bool:
+        """Whether a step that is planned or runs computes what the request needs next, and enough
+        of it. Such a step is never far: when there is none, nothing is promised."""
+        cache = self.blocks.prefix_cache
+        if cache is None or request.skips_prefix_cache or not cache.has_promises:
+            return False
+        promised = cache.num_promised(self._prefix_keys(request)[num_found:])
+        block_size = self.blocks.block_size
+        missing = request.num_tokens - num_found * block_size
+        return promised > 0 and promised * block_size * _WORTH_A_WAIT >= missing
+
+    def _place(self, request: Request, draft: _Draft) -> None:
+        """Give a prompt its share of the step."""
+        num_tokens = self._chunk(request, draft.budget)
+        draft.place(request, num_tokens)
+        cache = self.blocks.prefix_cache
+        if cache is not None:
+            block_size, start = self.blocks.block_size, request.num_computed_tokens
+            last = min(start + num_tokens, request.num_tokens) // block_size
+            keys = request.block_keys(last, block_size)[start // block_size :]
+            cache.promise(request.request_id, keys)
 
     def _chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) + request.num_pending - request.num_computed_tokens
@@ -235,9 +318,9 @@ class Scheduler:
         self._allocate(request, num_tokens)
         return True
 
-    def _allocate(self, request: Request, num_tokens: int) -> None:
+    def _allocate(self, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> None:
         self.blocks.allocate(
-            request.request_id, num_tokens, expected_tokens=request.max_total_tokens
+            request.request_id, num_tokens, expected_tokens=request.max_total_tokens, prefix=prefix
         )
         request.num_slots = self.blocks.blocks_for(num_tokens) * self.blocks.block_size
 
@@ -247,7 +330,7 @@ class Scheduler:
         draft.withdraw(victim)
         self.blocks.free(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = victim.num_slots = 0
+        victim.num_computed_tokens = victim.num_slots = victim.num_published_blocks = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
