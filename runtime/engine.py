@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
-from octavo.runtime.errors import EngineError
+from octavo.runtime.errors import EngineError, require
 from octavo.runtime.executor import PendingStep, StepExecutor
+from octavo.runtime.invariants import check_invariants
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.prefix_cache import root_key
@@ -56,8 +57,12 @@ class Engine:
         seed: int = 0,
         async_scheduling: bool = False,
         content_id: str = "",
+        check_invariants: bool = False,
     ) -> None:
-        """``content_id`` names what is computed: only equal ones may share blocks."""
+        """``content_id`` names what is computed: only equal ones may share blocks.
+
+        ``check_invariants`` has the books checked after each step, see octavo.runtime.invariants.
+        """
         self.executor = executor
         self.scheduler = Scheduler(config, blocks)
         self.max_model_len = max_model_len
@@ -65,9 +70,11 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
         self._content_id = content_id
+        self._check_invariants = check_invariants
         self._batches = BatchBuilder(blocks.block_size)
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
+        self._is_launch_open = False
         self._num_requests = 0
         self._live: dict[str, OutputProcessor] = {}
         self._num_steps = 0
@@ -134,6 +141,24 @@ class Engine:
         tokens are there nothing has changed for its requests but reserved blocks. When the program
         fails, the requests of the step are ended, and EngineError is raised.
         """
+        try:
+            return self._step()
+        finally:
+            if self._check_invariants:
+                self.check()
+
+    def check(self) -> None:
+        """Raise InvariantError when a block is lost, wrongly shared, or held by who may not."""
+        check_invariants(self.scheduler)
+        waiting = (request.request_id for request in self.scheduler.waiting)
+        known = self.scheduler.running.keys() | set(waiting)
+        require(known == self._live.keys(), "the scheduler has other requests than the engine")
+
+    def _step(self) -> list[RequestOutput]:
+        if self._is_launch_open and self._in_flight:
+            # The last launch was interrupted or failed half-way. It may have sampled tokens where
+            # the next step would look for those of the step before: that one is read first.
+            return self._finish_oldest()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
             if not plan.sequences:
@@ -161,6 +186,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()
+        self._is_launch_open = True
         try:
             rows = [self._row(s.request) for s in plan.sequences if s.is_sampled]
             pending = self.executor.launch(self._batches.build(plan), rows)
@@ -168,6 +194,7 @@ class Engine:
             raise self._failed(plan, error) from error
         self._in_flight.append(_Launched(plan, pending, started))
         self.scheduler.begin(plan)
+        self._is_launch_open = False
 
     def _finish_oldest(self) -> list[RequestOutput]:
         launched = self._in_flight[0]

@@ -57,6 +57,7 @@ class LLMOptions:
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     async_scheduling: bool | None = None
+    check_invariants: bool = False  # after each step: it finds faults of Octavo's, at a cost
     enforce_eager: bool = False
     load_format: str = "auto"
 
@@ -124,6 +125,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "enable_prefix_caching": boolean,
     "max_logprobs": partial(integer, low=-1),
     "async_scheduling": boolean,
+    "check_invariants": boolean,
     "enforce_eager": boolean,
     "load_format": _load_format,
 }

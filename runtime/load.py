@@ -68,6 +68,7 @@ def load_engine(
         seed=options.seed,
         async_scheduling=is_cuda if is_async is None else is_async,
         content_id=artifact.manifest.artifact_id,
+        check_invariants=options.check_invariants,
     )
 
 
