@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from octavo.runtime.errors import require
 from octavo.runtime.prefix_cache import PrefixCache
@@ -71,9 +71,10 @@ class BlockManager:
         missing = -(-num_tokens // self.block_size) - len(self._tables.get(request_id, ()))
         return missing if missing > 0 else 0
 
-    def num_held_alone(self, request_id: str) -> int:
-        """How many blocks would become free if the request gave back all it holds."""
-        return sum(self._ref_counts[block_id] == 1 for block_id in self._tables[request_id])
+    def num_held_alone(self, request_id: str, besides: Collection[int] = ()) -> int:
+        """How many blocks, ``besides`` these, would be free if the request gave back all it has."""
+        alone = (b for b in self._tables[request_id] if self._ref_counts[b] == 1)
+        return sum(block_id not in besides for block_id in alone)
 
     def find_prefix(self, keys: Sequence[bytes]) -> list[int]:
         """Computed blocks of the longest run of ``keys``, from the first on; none without cache."""

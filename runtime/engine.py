@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,6 +16,7 @@ from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.invariants import check_invariants
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
+from octavo.runtime.policies import Urgency
 from octavo.runtime.prefix_cache import root_key
 from octavo.runtime.request import Request
 from octavo.runtime.sampler import SampledToken, SampleRow
@@ -75,6 +77,7 @@ class Engine:
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
         self._is_launch_open = False
+        self._late: list[RequestOutput] = []  # of requests that ran out of time
         self._num_requests = 0
         self._live: dict[str, OutputProcessor] = {}
         self._num_steps = 0
@@ -82,6 +85,8 @@ class Engine:
         self._output_tokens = 0
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last_finish = 0.0
+        self._deadlines = {"met": 0, "missed": 0}
+        self._queue_timeouts = 0
 
     def add_request(
         self,
@@ -92,13 +97,19 @@ class Engine:
         prompt: str | None = None,
         kind: OutputKind = "cumulative",
         cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+        queue_timeout_ms: float | None = None,
     ) -> None:
         """Queue a request. Raises InvalidRequest when it could never run.
 
-        ``cache_salt``: only requests with the same one share blocks of the prefix cache.
+        ``cache_salt``: only requests with the same one share blocks of the prefix cache. The last
+        three say when it is to run: see octavo.runtime.policies.Urgency.
         """
         assert request_id not in self._live, "request ids are unique"
         own_seed = params.seed is not None
+        urgency = Urgency(priority, deadline_ms, queue_timeout_ms)
+        arrival_time = time.monotonic()
         request = Request(
             request_id,
             prompt_token_ids,
@@ -107,6 +118,10 @@ class Engine:
             seed=params.seed if params.seed is not None else self._seed,
             stream=0 if own_seed else _FIRST_OWN_STREAM + self._num_requests,
             root_key=root_key(self._content_id, cache_salt=cache_salt),
+            arrival_time=arrival_time,
+            priority=priority,
+            deadline=urgency.deadline(arrival_time),
+            queue_deadline=urgency.queue_deadline(arrival_time),
         )
         processor = OutputProcessor(
             request,
@@ -114,7 +129,7 @@ class Engine:
             kind=kind,
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
-            arrival_time=time.monotonic(),
+            arrival_time=arrival_time,
         )
         self.scheduler.add(request)
         self._num_requests += 1
@@ -129,17 +144,18 @@ class Engine:
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request is still to give its last output."""
-        return request_id in self._live
+        return request_id in self._live or any(o.request_id == request_id for o in self._late)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._late)
 
     def step(self) -> list[RequestOutput]:
         """Take the tokens of the oldest step that runs, and give what there is to show of them.
 
-        Before that, launch what may be in flight beside it. A step is a transaction: until its
-        tokens are there nothing has changed for its requests but reserved blocks. When the program
-        fails, the requests of the step are ended, and EngineError is raised.
+        Before that, end who has run out of time, and launch what may be in flight beside it. A step
+        is a transaction: until its tokens are there nothing has changed for its requests but
+        reserved blocks. When the program fails, the requests of the step are ended, and EngineError
+        is raised.
         """
         try:
             return self._step()
@@ -161,10 +177,21 @@ class Engine:
             return self._finish_oldest()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
+            self._end_expired()
             if not plan.sequences:
                 break
             self._launch(plan)
-        return self._finish_oldest() if self._in_flight else []
+        outputs = self._finish_oldest() if self._in_flight else []
+        late, self._late = self._late, []
+        return late + outputs
+
+    def _end_expired(self) -> None:
+        """End the requests whose time is over. Kept until a step succeeds to show them."""
+        while self.scheduler.expired:
+            request, reason = self.scheduler.expired.popleft()
+            output = self._end(request.request_id, Finish(reason))
+            if output is not None:
+                self._late.append(output)
 
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
@@ -180,8 +207,11 @@ class Engine:
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
             num_cached_blocks=blocks.num_cached_blocks,
-            prefix_cache_queries=self.scheduler.prefix_queries,
-            prefix_cache_hits=self.scheduler.prefix_hits,
+            prefix_cache_queries=self.scheduler.sharing.num_queries,
+            prefix_cache_hits=self.scheduler.sharing.num_hits,
+            deadlines_met=self._deadlines["met"],
+            deadlines_missed=self._deadlines["missed"],
+            queue_timeouts=self._queue_timeouts,
         )
 
     def _launch(self, plan: StepPlan) -> None:
@@ -232,6 +262,7 @@ class Engine:
         # Steps overlap: each counts from the end of the one before, so that they add up.
         seconds = now - max(launched.started, self._last_finish)
         self._seconds["prefill" if launched.plan.has_prefill else "decode"] += seconds
+        self.scheduler.deadlines.observe_step(seconds)
         self._last_finish = now
 
     def _row(self, request: Request) -> SampleRow:
@@ -263,4 +294,12 @@ class Engine:
         self.scheduler.finish(processor.request)
         if processor.finish is None:
             processor.end(finish, time.monotonic())
+        self._count_end(processor)
         return processor.output()
+
+    def _count_end(self, processor: OutputProcessor) -> None:
+        reason = processor.finish.reason if processor.finish is not None else None
+        if reason == "queue_timeout":
+            self._queue_timeouts += 1
+        elif processor.request.deadline < math.inf and reason in ("stop", "length", "deadline"):
+            self._deadlines["missed" if reason == "deadline" else "met"] += 1

@@ -20,7 +20,7 @@ from octavo.runtime.load import load_engine
 from octavo.runtime.output_processor import OutputKind
 from octavo.runtime.outputs import EngineStats, GenerationStats, RequestOutput
 from octavo.runtime.progress import progress_bar
-from octavo.runtime.prompts import Prompt, parse_prompts
+from octavo.runtime.prompts import Prompt, parse_prompts, with_urgency
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
@@ -77,19 +77,29 @@ class LLM:
         use_tqdm: bool = True,
         *,
         prompt_token_ids: Any = None,
+        priority: int | Sequence[int] | None = None,
+        deadline_ms: float | Sequence[float | None] | None = None,
+        queue_timeout_ms: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
         ``{"prompt_token_ids": [...]}``; one or a list of them. A ``"cache_salt"`` beside these
-        parts it from prompts with another. Sampling parameters are one for all or one each.
+        parts it from prompts with another. All else is one for all or one each: the sampling
+        parameters, the priority (lower is more urgent; see ``scheduling_policy``), and the times
+        within which a prompt is to be answered and to be started.
         Raises InvalidRequest before anything is run.
         """
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise InvalidRequest("give prompts or prompt_token_ids, not both")
             prompts = prompt_token_ids
-        parsed = self._parse(prompts)
+        parsed = with_urgency(
+            self._parse(prompts),
+            priority=priority,
+            deadline_ms=deadline_ms,
+            queue_timeout_ms=queue_timeout_ms,
+        )
         return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
 
     def chat(
@@ -314,6 +324,9 @@ class LLM:
                 prompt=prompt.text,
                 kind=kind,
                 cache_salt=prompt.cache_salt,
+                priority=prompt.urgency.priority,
+                deadline_ms=prompt.urgency.deadline_ms,
+                queue_timeout_ms=prompt.urgency.queue_timeout_ms,
             )
             self._inboxes[request_id] = deque()
         return request_id

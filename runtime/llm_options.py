@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.policies import POLICIES
 from octavo.runtime.validation import boolean, integer, real
 
 _DTYPE_NAMES = {
@@ -50,6 +51,8 @@ class LLMOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    ageing_ms: float = 60_000.0
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -94,6 +97,12 @@ def _generation_config(name: str, value: Any) -> str:
     return str(value)
 
 
+def _scheduling_policy(name: str, value: Any) -> str:
+    if value not in POLICIES:
+        raise InvalidRequest(f"{name} must be one of {', '.join(POLICIES)}, got {value!r}")
+    return str(value)
+
+
 def _load_format(name: str, value: Any) -> str:
     if value not in ("auto", "safetensors", "dummy"):
         raise InvalidRequest(f"{name} must be 'auto', 'safetensors' or 'dummy', got {value!r}")
@@ -118,6 +127,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_num_seqs": _positive,
     "max_num_batched_tokens": _positive,
     "long_prefill_token_threshold": partial(integer, low=0),
+    "scheduling_policy": _scheduling_policy,
+    "ageing_ms": partial(real, low=1.0),
     "block_size": _positive,
     "gpu_memory_utilization": _share,
     "kv_cache_memory_bytes": _positive,
@@ -141,7 +152,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
     "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
-    "scheduling_policy": ("fcfs",),
     "enable_lora": (False,),
     "speculative_config": (),
     "speculative_model": (),

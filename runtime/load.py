@@ -43,6 +43,8 @@ def load_engine(
         max_num_batched_tokens=options.max_num_batched_tokens
         or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type],
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        policy=options.scheduling_policy,
+        ageing_seconds=options.ageing_ms / 1e3,
     )
     is_cuda = device.type == "cuda"
     executor: StepExecutor

@@ -100,6 +100,7 @@ class OutputProcessor:
         """What there is to show: for "delta" what is new, for "final" nothing before the end."""
         if self.kind == "final" and self.finish is None:
             return None
+        self.metrics.first_scheduled_time = self.request.first_scheduled_time
         token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
         if self.kind == "delta":
             token_ids, logprobs = (

@@ -19,8 +19,9 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     ``finish_reason`` is "stop" (``stop_reason`` is the stop string or stop token id, None for the
-    model's own end), "length", "abort", or "error" (``stop_reason`` says what went wrong); None
-    while it runs. ``cumulative_logprob`` and ``logprobs`` are None unless asked for.
+    model's own end), "length", "abort", "deadline" or "queue_timeout" (its time ran out), or
+    "error" (``stop_reason`` says what went wrong); None while it runs. ``cumulative_logprob`` and
+    ``logprobs`` are None unless asked for.
     """
 
     index: int
@@ -37,9 +38,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Monotonic times in seconds."""
+    """Monotonic times in seconds. It waited from its arrival until it was first scheduled."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
@@ -77,6 +79,7 @@ class EngineStats:
 
     Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
     ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing.
+    Requests with a deadline that came to their end in time have met it.
     """
 
     num_running: int
@@ -92,6 +95,9 @@ class EngineStats:
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    deadlines_met: int = 0
+    deadlines_missed: int = 0
+    queue_timeouts: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

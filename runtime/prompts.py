@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.policies import Urgency
 from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.validation import integer
 
@@ -20,12 +21,14 @@ _SHAPES = (
 class Prompt:
     """A prompt ready to run; ``text`` is None when only ids were given.
 
-    Only prompts with the same ``cache_salt`` share what the prefix cache holds.
+    Only prompts with the same ``cache_salt`` share what the prefix cache holds; ``urgency`` says
+    when it is to run.
     """
 
     token_ids: tuple[int, ...]
     text: str | None = None
     cache_salt: str | None = None
+    urgency: Urgency = field(default_factory=Urgency)
 
 
 def parse_prompts(
@@ -49,6 +52,23 @@ def parse_prompts(
         _check_ids(where, prompt.token_ids, vocab_size, max_model_len)
         parsed.append(prompt)
     return parsed
+
+
+def with_urgency(prompts: Sequence[Prompt], **fields: Any) -> list[Prompt]:
+    """The prompts with fields of Urgency: each None, one value for all, or one for each prompt."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        is_one = isinstance(value, str) or not isinstance(value, Sequence)
+        columns[name] = [value] * len(prompts) if is_one else value
+        if len(columns[name]) != len(prompts):
+            raise InvalidRequest(
+                f"{len(columns[name])} values of {name} for {len(prompts)} prompts; give one, or "
+                "one each"
+            )
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]
+    return [replace(p, urgency=Urgency(**row)) for p, row in zip(prompts, rows, strict=True)]
 
 
 def _is_single(prompts: Any) -> bool:

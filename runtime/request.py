@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 
 from octavo.runtime.prefix_cache import block_key
 from octavo.runtime.sampling_params import SamplingParams
+
+# What a policy orders requests by; the last is the order of arrival, which no two share.
+Rank = tuple[float, float, int]
 
 
 class RequestStatus(Enum):
@@ -25,11 +29,15 @@ class Request:
     samples the next token, in row ``source_row`` of that step's tokens. ``num_slots`` tokens have
     room in its blocks, the first ``num_published_blocks`` of which others may share.
     ``num_cached_tokens`` of the prompt were found in the prefix cache when it was first admitted.
+    Times are monotonic, in seconds; ``order`` and ``rank`` are the scheduler's.
     """
 
     __slots__ = (
         "_block_keys",
         "_root_key",
+        "arrival_time",
+        "deadline",
+        "first_scheduled_time",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -38,7 +46,11 @@ class Request:
         "num_prompt_tokens",
         "num_published_blocks",
         "num_slots",
+        "order",
         "params",
+        "priority",
+        "queue_deadline",
+        "rank",
         "request_id",
         "seed",
         "source_row",
@@ -57,9 +69,14 @@ class Request:
         seed: int = 0,
         stream: int = 0,
         root_key: bytes = b"",
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        deadline: float = math.inf,
+        queue_deadline: float = math.inf,
     ) -> None:
         """``seed`` and ``stream`` key its randomness, see octavo.runtime.philox; ``root_key`` says
-        with whom it may share blocks, see octavo.runtime.prefix_cache."""
+        with whom it may share blocks, see octavo.runtime.prefix_cache. The deadlines are when it
+        has to be done, and when it has to be started."""
         self.request_id = request_id
         self.params = params
         self.seed = seed
@@ -73,6 +90,13 @@ class Request:
         self.num_published_blocks = 0
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.arrival_time = arrival_time
+        self.first_scheduled_time: float | None = None
+        self.priority = priority
+        self.deadline = deadline
+        self.queue_deadline = queue_deadline
+        self.order = 0
+        self.rank: Rank = (0.0, 0.0, 0)
         self._root_key = root_key
         self._block_keys: list[bytes] = []
         self.status = RequestStatus.WAITING
@@ -96,6 +120,14 @@ class Request:
     def is_at_limit(self) -> bool:
         """Whether no further token may be generated."""
         return len(self.token_ids) >= self.max_total_tokens
+
+    @property
+    def min_new_tokens(self) -> int:
+        """Tokens that it has yet to get at the least: one, unless its end is known."""
+        params = self.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return self.max_total_tokens - len(self.token_ids)
+        return max(1, params.min_tokens - self.num_output_tokens)
 
     @property
     def skips_prefix_cache(self) -> bool:

@@ -63,7 +63,10 @@ def test_the_last_tokens_block_is_always_computed(length: int, computed_from: in
     second = add(scheduler, "second", range(length))
     assert step(scheduler) == [("second", computed_from, length - computed_from, True)]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, computed_from)
-    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (2 * length, computed_from)
+    assert (scheduler.sharing.num_queries, scheduler.sharing.num_hits) == (
+        2 * length,
+        computed_from,
+    )
 
 
 def test_an_answer_is_the_prefix_of_the_next_turn() -> None:
@@ -178,7 +181,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     scheduler.finish(a)
     assert step(scheduler) == [("b", 8, 1, True)]
     assert b.num_cached_tokens == 0
-    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (16, 0)
+    assert (scheduler.sharing.num_queries, scheduler.sharing.num_hits) == (16, 0)
 
 
 def test_blocks_of_a_step_that_is_read_after_a_preemption_are_not_shared() -> None:
