@@ -63,8 +63,6 @@ class PrefixSharing:
         """Let the blocks be shared that a step filled, of which the request's tokens before ``end``
         are computed. ``block_ids`` is its table as the step had it."""
         first = request.num_published_blocks
-        if end - first * self._block_size < self._block_size:
-            return
         # It may have lost its blocks since, or be about to compute the step's tokens again.
         last = min(end, request.num_computed_tokens) // self._block_size
         keys = request.block_keys(last, self._block_size)[first:]

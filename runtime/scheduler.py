@@ -218,16 +218,17 @@ class Scheduler:
         sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
         taken = []
         spoiled = set()
-        for (request, start, num_tokens, *_), token in zip(sampled, tokens, strict=True):
+        for (request, start, num_tokens, _, _, _), token in zip(sampled, tokens, strict=True):
             # An interrupt between a step's launch and its `begin` makes the next one compute the
             # same token again: the place in the context says which of them the request has.
             is_taken = (
-                request.status is not RequestStatus.FINISHED
-                and len(request.token_ids) == start + num_tokens
+                len(request.token_ids) == start + num_tokens
+                and request.status is not RequestStatus.FINISHED
             )
             taken.append(is_taken)
             if is_taken:
-                request.num_pending = max(0, request.num_pending - 1)
+                if request.num_pending:
+                    request.num_pending -= 1
                 if token is not None:
                     request.token_ids.append(token)
                 else:
@@ -235,8 +236,10 @@ class Scheduler:
                     self.blocks.forget(request.request_id)
                     spoiled.add(request)
         if self.blocks.prefix_cache is not None:
-            for request, start, num_tokens, block_ids, *_ in plan.sequences:
-                if request not in spoiled:
+            block_size = self.blocks.block_size
+            for request, start, num_tokens, block_ids, _, _ in plan.sequences:
+                is_filled = start + num_tokens >= (request.num_published_blocks + 1) * block_size
+                if is_filled and request not in spoiled:
                     self.sharing.publish(request, start + num_tokens, block_ids)
         return taken
 
@@ -264,7 +267,8 @@ class Scheduler:
         for request in decodes:
             if draft.budget == 0:
                 break
-            if self._has_room(request, draft):
+            is_roomy = request.num_computed_tokens < request.num_slots  # nearly always
+            if is_roomy or self._has_room(request, draft):
                 draft.chunks[request.request_id] = request, 1
                 draft.budget -= 1
         for request in sorted(prefills, key=_rank):
