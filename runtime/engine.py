@@ -139,7 +139,9 @@ class Engine:
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its memory; None when it is not there (any more)."""
         if request_id not in self._live:
-            return None
+            late = [output for output in self._late if output.request_id == request_id]
+            self._late = [output for output in self._late if output.request_id != request_id]
+            return late[0] if late else None
         return self._end(request_id, Finish("abort"))
 
     def is_live(self, request_id: str) -> bool:
@@ -189,6 +191,8 @@ class Engine:
         """End the requests whose time is over. Kept until a step succeeds to show them."""
         while self.scheduler.expired:
             request, reason = self.scheduler.expired.popleft()
+            if request.request_id not in self._live:
+                continue  # aborted after an interrupt
             output = self._end(request.request_id, Finish(reason))
             if output is not None:
                 self._late.append(output)

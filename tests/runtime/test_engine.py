@@ -8,7 +8,7 @@ import pytest
 
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.engine import Engine
-from octavo.runtime.errors import InvariantError
+from octavo.runtime.errors import EngineError, InvariantError
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.request import RequestStatus
 from octavo.runtime.sampling_params import SamplingParams
@@ -115,3 +115,51 @@ def test_the_checker_runs_after_each_step_where_it_is_asked_for(check: bool) -> 
         return
     with pytest.raises(InvariantError, match="a block was lost"):
         engine.step()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 4, 16, 17, 31])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_equal_requests_compute_their_prompt_once(overlap: bool, num_prompt_tokens: int) -> None:
+    """What n samples of a prompt cost: the first computes it, each other its last block's part."""
+    engine, executor = make(overlap=overlap)
+    prompt = [1 + i % 40 for i in range(num_prompt_tokens)]
+    for name in "abcd":
+        add(engine, name, prompt, max_tokens=1)
+    outputs = finish(engine)
+    for output in outputs.values():
+        assert output.outputs[0].token_ids == expected_answer(prompt, 1, [])
+    tail = (num_prompt_tokens - 1) % 4 + 1
+    assert executor.num_tokens_computed == num_prompt_tokens + 3 * tail
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_who_ran_out_of_time_in_a_step_that_failed_is_still_shown(is_aborted: bool) -> None:
+    engine, executor = make()
+    add(engine, "a", [1, 2, 3])
+    params = SamplingParams(temperature=0.0, detokenize=False)
+    engine.add_request("late", [4, 5], params, deadline_ms=1e-6)
+    executor.launch_fault = RuntimeError("out of luck")
+    with pytest.raises(EngineError, match="out of luck"):
+        engine.step()
+    assert not engine.is_live("a")
+    assert engine.is_live("late")
+    assert engine.has_unfinished_requests()
+    if is_aborted:
+        outputs = [engine.abort_request("late"), *engine.step()]
+    else:
+        outputs = [*engine.step()]
+    assert [o.outputs[0].finish_reason for o in outputs if o is not None] == ["deadline"]
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_interrupt_before_the_late_are_shown_loses_nothing() -> None:
+    engine, _ = make()
+    params = SamplingParams(temperature=0.0, detokenize=False)
+    for name in ("late", "later"):
+        engine.add_request(name, [4, 5], params, deadline_ms=1e-6)
+    engine.scheduler.schedule()  # and the interrupt comes here
+    aborted = engine.abort_request("late")
+    assert aborted is not None
+    assert aborted.outputs[0].finish_reason == "abort"
+    assert [output.request_id for output in engine.step()] == ["later"]
+    assert not engine.has_unfinished_requests()
