@@ -117,7 +117,7 @@ class EarliestDeadline:
         return (due, float(request.priority), request.order)
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        return waiting.deadline < math.inf and waiting.rank[0] < running.rank[0]
+        return waiting.rank[0] < running.rank[0]
 
 
 @dataclass(frozen=True)

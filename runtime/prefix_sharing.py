@@ -39,7 +39,7 @@ class PrefixSharing:
             return False
         num_promised = self._cache.num_promised(self._keys(request)[num_found:])
         missing = request.num_tokens - num_found * self._block_size
-        return num_promised > 0 and num_promised * self._block_size * _WORTH_A_WAIT >= missing
+        return num_promised * self._block_size * _WORTH_A_WAIT >= missing
 
     def count(self, request: Request, num_found: int) -> None:
         """Note what a request that is admitted has found, if it is the first time."""

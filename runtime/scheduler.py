@@ -262,8 +262,6 @@ class Scheduler:
 
     def _continue_running(self, draft: _Draft) -> None:
         decodes, prefills = self._decodes_and_prefills()
-        if len(decodes) > draft.budget:
-            decodes.sort(key=_rank)
         for request in decodes:
             if draft.budget == 0:
                 break
