@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace, artifact: Path) -> report.Results:
-    llm = LLM(str(artifact), max_num_seqs=16)
+    llm = LLM(str(artifact), max_num_seqs=16, enable_prefix_caching=False)
     model = hf_baseline.load(options.model, getattr(torch, options.dtype))
     single = workload.single(llm.vocab_size)
     mixed = workload.mixed(llm.vocab_size)

@@ -55,6 +55,7 @@ def serve(path: Path, options: argparse.Namespace, *, load_format: str) -> Resul
         max_model_len=options.input_len + options.output_len,
         load_format=load_format,
         skip_tokenizer_init=True,
+        enable_prefix_caching=False,  # a repeated prompt is to be computed again
     )
     print(f"loaded in {time.perf_counter() - start:.2f} s")
     start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -10,13 +11,16 @@ from dataclasses import dataclass
 
 from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
-from octavo.runtime.errors import EngineError
+from octavo.runtime.errors import EngineError, require
 from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.grammars import Grammars
+from octavo.runtime.invariants import check_invariants
 from octavo.runtime.logit_rules import make_rules
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.parallel_sampling import ParallelSampling, join_outputs
+from octavo.runtime.policies import Urgency
+from octavo.runtime.prefix_cache import root_key
 from octavo.runtime.request import Request
 from octavo.runtime.sampler import SampledToken, SampleRow
 from octavo.runtime.sampling_params import SamplingParams
@@ -36,6 +40,17 @@ class _Launched:
     plan: StepPlan
     pending: PendingStep
     started: float
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What all samples of a request have in common."""
+
+    token_ids: Sequence[int]
+    prompt: str | None
+    root_key: bytes
+    urgency: Urgency
+    arrival_time: float
 
 
 class Engine:
@@ -58,7 +73,13 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         seed: int = 0,
         async_scheduling: bool = False,
+        content_id: str = "",
+        check_invariants: bool = False,
     ) -> None:
+        """``content_id`` names what is computed: only equal ones may share blocks.
+
+        ``check_invariants`` has the books checked after each step, see octavo.runtime.invariants.
+        """
         self.executor = executor
         self.scheduler = Scheduler(config, blocks)
         self.max_model_len = max_model_len
@@ -68,9 +89,13 @@ class Engine:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self.grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=self.eos_token_ids)
         self._seed = seed
+        self._content_id = content_id
+        self._check_invariants = check_invariants
         self._batches = BatchBuilder(blocks.block_size)
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
+        self._is_launch_open = False
+        self._late: list[RequestOutput] = []  # of requests that ran out of time
         self._num_requests = 0
         self._live: dict[str, OutputProcessor] = {}
         self._groups: dict[str, ParallelSampling] = {}
@@ -80,6 +105,8 @@ class Engine:
         self._output_tokens = 0
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last_finish = 0.0
+        self._deadlines = {"met": 0, "missed": 0}
+        self._queue_timeouts = 0
 
     def add_request(
         self,
@@ -89,20 +116,34 @@ class Engine:
         *,
         prompt: str | None = None,
         kind: OutputKind = "cumulative",
+        cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+        queue_timeout_ms: float | None = None,
     ) -> None:
-        """Queue a request. Raises InvalidRequest when it could never run."""
+        """Queue a request. Raises InvalidRequest when it could never run.
+
+        ``cache_salt``: only requests with the same one share blocks of the prefix cache. The last
+        three say when it is to run: see octavo.runtime.policies.Urgency.
+        """
         assert not self.is_live(request_id), "request ids are unique"
         count = params.best_of or params.n
         group = ParallelSampling(request_id, params, kind) if count > 1 else None
+        source = _Source(
+            prompt_token_ids,
+            prompt,
+            root_key(self._content_id, cache_salt=cache_salt),
+            Urgency(priority, deadline_ms, queue_timeout_ms),
+            time.monotonic(),
+        )
         if group is None:
-            samples = [self._processor(request_id, prompt_token_ids, params, prompt, kind)]
+            samples = [self._processor(request_id, source, params, kind)]
         else:
             samples = [
                 self._processor(
                     sample_id,
-                    prompt_token_ids,
+                    source,
                     group.params_of(index),
-                    prompt,
                     group.kind,
                     sample_of=(request_id, index),
                 )
@@ -119,32 +160,68 @@ class Engine:
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its memory; None when it is not there (any more)."""
         group = self._groups.get(request_id)
-        if group is None:
-            return self._end(request_id, Finish("abort")) if request_id in self._live else None
-        live = [sample_id for sample_id in group.sample_ids if sample_id in self._live]
-        outputs = [self._end(sample_id, Finish("abort")) for sample_id in live]
-        return join_outputs(outputs)
+        ids = [request_id] if group is None else group.sample_ids
+        ended = [self._end(each, Finish("abort")) for each in ids if each in self._live]
+        late = [output for output in self._late if output.request_id == request_id]
+        self._late = [output for output in self._late if output.request_id != request_id]
+        return join_outputs([*late, *ended])
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request is still to give its last output."""
-        return request_id in self._live or request_id in self._groups
+        return (
+            request_id in self._live
+            or request_id in self._groups
+            or any(output.request_id == request_id for output in self._late)
+        )
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._late)
 
     def step(self) -> list[RequestOutput]:
         """Take the tokens of the oldest step that runs, and give what there is to show of them.
 
-        Before that, launch what may be in flight beside it. A step is a transaction: until its
-        tokens are there nothing has changed for its requests but reserved blocks. When the program
-        fails, the requests of the step are ended, and EngineError is raised.
+        Before that, end who has run out of time, and launch what may be in flight beside it. A step
+        is a transaction: until its tokens are there nothing has changed for its requests but
+        reserved blocks. When the program fails, the requests of the step are ended, and EngineError
+        is raised.
         """
+        try:
+            return self._step()
+        finally:
+            if self._check_invariants:
+                self.check()
+
+    def check(self) -> None:
+        """Raise InvariantError when a block is lost, wrongly shared, or held by who may not."""
+        check_invariants(self.scheduler)
+        waiting = (request.request_id for request in self.scheduler.waiting)
+        known = self.scheduler.running.keys() | set(waiting)
+        require(known == self._live.keys(), "the scheduler has other requests than the engine")
+
+    def _step(self) -> list[RequestOutput]:
+        if self._is_launch_open and self._in_flight:
+            # The last launch was interrupted or failed half-way. It may have sampled tokens where
+            # the next step would look for those of the step before: that one is read first.
+            return self._finish_oldest()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
+            self._end_expired()
             if not plan.sequences:
                 break
             self._launch(plan)
-        return self._finish_oldest() if self._in_flight else []
+        outputs = self._finish_oldest() if self._in_flight else []
+        late, self._late = self._late, []
+        return late + outputs
+
+    def _end_expired(self) -> None:
+        """End the requests whose time is over. Kept until a step succeeds to show them."""
+        while self.scheduler.expired:
+            request, reason = self.scheduler.expired.popleft()
+            if request.request_id not in self._live:
+                continue  # aborted after an interrupt
+            output = self._end(request.request_id, Finish(reason))
+            if output is not None:
+                self._late.append(output)
 
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
@@ -159,14 +236,19 @@ class Engine:
             output_tokens=self._output_tokens,
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
+            num_cached_blocks=blocks.num_cached_blocks,
+            prefix_cache_queries=self.scheduler.sharing.num_queries,
+            prefix_cache_hits=self.scheduler.sharing.num_hits,
+            deadlines_met=self._deadlines["met"],
+            deadlines_missed=self._deadlines["missed"],
+            queue_timeouts=self._queue_timeouts,
         )
 
     def _processor(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        source: _Source,
         params: SamplingParams,
-        prompt: str | None,
         kind: OutputKind,
         sample_of: tuple[str, int] | None = None,
     ) -> OutputProcessor:
@@ -175,16 +257,21 @@ class Engine:
         index = 0 if sample_of is None else sample_of[1]
         request = Request(
             request_id,
-            prompt_token_ids,
+            source.token_ids,
             params,
             max_model_len=self.max_model_len,
             seed=params.seed if params.seed is not None else self._seed,
             stream=index if own_seed else _FIRST_OWN_STREAM + self._num_requests,
+            root_key=source.root_key,
+            arrival_time=source.arrival_time,
+            priority=source.urgency.priority,
+            deadline=source.urgency.deadline(source.arrival_time),
+            queue_deadline=source.urgency.queue_deadline(source.arrival_time),
         )
         self._num_requests += 1
         rules = make_rules(
             params,
-            prompt_token_ids,
+            source.token_ids,
             tokenizer=self._tokenizer,
             vocab_size=self._vocab_size,
             grammars=self.grammars,
@@ -192,17 +279,18 @@ class Engine:
         request.waits_for_token = rules is not None and rules.depends_on_output
         return OutputProcessor(
             request,
-            prompt=prompt,
+            prompt=source.prompt,
             kind=kind,
             tokenizer=self._tokenizer,
             eos_token_ids=self.eos_token_ids,
-            arrival_time=time.monotonic(),
+            arrival_time=source.arrival_time,
             rules=rules,
             sample_of=sample_of,
         )
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()
+        self._is_launch_open = True
         try:
             rows = [self._row(s.request) for s in plan.sequences if s.is_sampled]
             for _, request, start, stop in plan.prompt_rows:
@@ -212,6 +300,7 @@ class Engine:
             raise self._failed(plan, error) from error
         self._in_flight.append(_Launched(plan, pending, started))
         self.scheduler.begin(plan)
+        self._is_launch_open = False
 
     def _finish_oldest(self) -> list[RequestOutput]:
         launched = self._in_flight[0]
@@ -266,6 +355,7 @@ class Engine:
         # Steps overlap: each counts from the end of the one before, so that they add up.
         seconds = now - max(launched.started, self._last_finish)
         self._seconds["prefill" if launched.plan.has_prefill else "decode"] += seconds
+        self.scheduler.deadlines.observe_step(seconds)
         self._last_finish = now
 
     def _row(self, request: Request) -> SampleRow:
@@ -301,6 +391,7 @@ class Engine:
         self.scheduler.finish(processor.request)
         if processor.finish is None:
             processor.end(finish, time.monotonic())
+        self._count_end(processor)
         return self._shown(processor)
 
     def _shown(self, processor: OutputProcessor) -> RequestOutput | None:
@@ -315,3 +406,10 @@ class Engine:
         if group.is_finished:
             del self._groups[group.request_id]
         return shown
+
+    def _count_end(self, processor: OutputProcessor) -> None:
+        reason = processor.finish.reason if processor.finish is not None else None
+        if reason == "queue_timeout":
+            self._queue_timeouts += 1
+        elif processor.request.deadline < math.inf and reason in ("stop", "length", "deadline"):
+            self._deadlines["missed" if reason == "deadline" else "met"] += 1

@@ -19,3 +19,13 @@ class CapacityError(OctavoError):
 
 class EngineError(OctavoError):
     """A step that failed; the requests in it were ended and their memory was given back."""
+
+
+class InvariantError(AssertionError):
+    """A checker found the books in disorder: a fault of Octavo's own."""
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise InvariantError unless ``holds``. Unlike ``assert`` it is there under ``python -O``."""
+    if not holds:
+        raise InvariantError(problem)

@@ -27,7 +27,7 @@ from octavo.runtime.load import load_engine
 from octavo.runtime.output_processor import OutputKind
 from octavo.runtime.outputs import EngineStats, GenerationStats, Logprob, RequestOutput
 from octavo.runtime.progress import progress_bar
-from octavo.runtime.prompts import Prompt, parse_prompts
+from octavo.runtime.prompts import Prompt, parse_prompts, with_urgency
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
@@ -85,18 +85,29 @@ class LLM:
         use_tqdm: bool = True,
         *,
         prompt_token_ids: Any = None,
+        priority: int | Sequence[int] | None = None,
+        deadline_ms: float | Sequence[float | None] | None = None,
+        queue_timeout_ms: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
-        ``{"prompt_token_ids": [...]}``; one or a list of them. Sampling parameters are one for all
-        or one each. Raises InvalidRequest before anything is run.
+        ``{"prompt_token_ids": [...]}``; one or a list of them. A ``"cache_salt"`` beside these
+        parts it from prompts with another. All else is one for all or one each: the sampling
+        parameters, the priority (lower is more urgent; see ``scheduling_policy``), and the times
+        within which a prompt is to be answered and to be started.
+        Raises InvalidRequest before anything is run.
         """
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise InvalidRequest("give prompts or prompt_token_ids, not both")
             prompts = prompt_token_ids
-        parsed = self._parse(prompts)
+        parsed = with_urgency(
+            self._parse(prompts),
+            priority=priority,
+            deadline_ms=deadline_ms,
+            queue_timeout_ms=queue_timeout_ms,
+        )
         return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
 
     def chat(
@@ -191,6 +202,12 @@ class LLM:
     def vocab_size(self) -> int:
         """Number of token ids that the model knows: 0 to ``vocab_size - 1``."""
         return self.artifact.manifest.vocab_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prompts and answers that were computed; True, as vLLM says when it is done."""
+        with self._engine_turn():
+            self.engine.scheduler.blocks.reset_prefix_cache()
+        return True
 
     def stats(self) -> EngineStats:
         """Totals since this LLM was made, and its state now."""
@@ -329,7 +346,15 @@ class LLM:
             request_id = str(self._num_requests)
             self._num_requests += 1
             self.engine.add_request(
-                request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind
+                request_id,
+                prompt.token_ids,
+                params,
+                prompt=prompt.text,
+                kind=kind,
+                cache_salt=prompt.cache_salt,
+                priority=prompt.urgency.priority,
+                deadline_ms=prompt.urgency.deadline_ms,
+                queue_timeout_ms=prompt.urgency.queue_timeout_ms,
             )
             self._inboxes[request_id] = deque()
         return request_id

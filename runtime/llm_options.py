@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.policies import POLICIES
 from octavo.runtime.validation import boolean, integer, real
 
 _DTYPE_NAMES = {
@@ -50,12 +51,16 @@ class LLMOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    ageing_ms: float = 60_000.0
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
     max_logprobs: int = 20
     async_scheduling: bool | None = None
+    check_invariants: bool = False  # after each step: it finds faults of Octavo's, at a cost
     enforce_eager: bool = False
     load_format: str = "auto"
 
@@ -92,6 +97,12 @@ def _generation_config(name: str, value: Any) -> str:
     return str(value)
 
 
+def _scheduling_policy(name: str, value: Any) -> str:
+    if value not in POLICIES:
+        raise InvalidRequest(f"{name} must be one of {', '.join(POLICIES)}, got {value!r}")
+    return str(value)
+
+
 def _load_format(name: str, value: Any) -> str:
     if value not in ("auto", "safetensors", "dummy"):
         raise InvalidRequest(f"{name} must be 'auto', 'safetensors' or 'dummy', got {value!r}")
@@ -116,12 +127,16 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_num_seqs": _positive,
     "max_num_batched_tokens": _positive,
     "long_prefill_token_threshold": partial(integer, low=0),
+    "scheduling_policy": _scheduling_policy,
+    "ageing_ms": partial(real, low=1.0),
     "block_size": _positive,
     "gpu_memory_utilization": _share,
     "kv_cache_memory_bytes": _positive,
     "num_gpu_blocks_override": _positive,
+    "enable_prefix_caching": boolean,
     "max_logprobs": partial(integer, low=-1),
     "async_scheduling": boolean,
+    "check_invariants": boolean,
     "enforce_eager": boolean,
     "load_format": _load_format,
 }
@@ -137,7 +152,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
     "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
-    "scheduling_policy": ("fcfs",),
     "enable_lora": (False,),
     "speculative_config": (),
     "speculative_model": (),
@@ -154,7 +168,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 # Changes nothing here, and why.
 IGNORED: dict[str, str] = {
-    "enable_prefix_caching": "this version has no prefix cache; answers are the same without it",
     "enable_chunked_prefill": "prompts are always prefilled in chunks",
     "trust_remote_code": "an artifact holds the only code that is run",
     "swap_space": "preempted requests are computed again, not swapped",

@@ -43,6 +43,8 @@ def load_engine(
         max_num_batched_tokens=options.max_num_batched_tokens
         or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type],
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        policy=options.scheduling_policy,
+        ageing_seconds=options.ageing_ms / 1e3,
     )
     is_cuda = device.type == "cuda"
     executor: StepExecutor
@@ -56,7 +58,11 @@ def load_engine(
     is_async = options.async_scheduling
     return Engine(
         executor,
-        BlockManager(capacity.kv_cache.num_blocks, capacity.kv_cache.block_size),
+        BlockManager(
+            capacity.kv_cache.num_blocks,
+            capacity.kv_cache.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+        ),
         config,
         max_model_len=capacity.max_model_len,
         vocab_size=artifact.manifest.vocab_size,
@@ -64,6 +70,8 @@ def load_engine(
         eos_token_ids=eos_token_ids(artifact, tokenizer),
         seed=options.seed,
         async_scheduling=is_cuda if is_async is None else is_async,
+        content_id=artifact.manifest.artifact_id,
+        check_invariants=options.check_invariants,
     )
 
 

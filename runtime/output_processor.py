@@ -140,6 +140,7 @@ class OutputProcessor:
         """What there is to show: for "delta" what is new, for "final" nothing before the end."""
         if self.kind == "final" and self.finish is None:
             return None
+        self.metrics.first_scheduled_time = self.request.first_scheduled_time
         token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
         prompt_logprobs = self._prompt_logprobs
         if self.kind == "delta":
@@ -169,6 +170,7 @@ class OutputProcessor:
             outputs=[completion],
             finished=self.finish is not None,
             metrics=self.metrics,
+            num_cached_tokens=self.request.num_cached_tokens,
         )
 
     def _make_detokenizer(self, tokenizer: Tokenizer | None) -> IncrementalDetokenizer | None:

@@ -19,9 +19,9 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     ``finish_reason`` is "stop" (``stop_reason`` is the stop string or stop token id, None for the
-    model's own end), "length", "abort", or "error" (``stop_reason`` says what went wrong); None
-    while it runs. ``cumulative_logprob`` and ``logprobs`` are None unless asked for; ``best_of``
-    asks for the former as well.
+    model's own end), "length", "abort", "deadline" or "queue_timeout" (its time ran out), or
+    "error" (``stop_reason`` says what went wrong); None while it runs. ``cumulative_logprob`` and
+    ``logprobs`` are None unless asked for; ``best_of`` asks for the former as well.
     """
 
     index: int
@@ -38,9 +38,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Monotonic times in seconds."""
+    """Monotonic times in seconds. It waited from its arrival until it was first scheduled."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
@@ -52,6 +53,7 @@ class RequestOutput:
 
     ``prompt_logprobs`` has, if asked for, an entry for each token of the prompt: of the
     distribution after the tokens before it, and None for the first.
+    ``num_cached_tokens`` of the prompt came from the prefix cache; None before it was admitted.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,12 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made, and its state now."""
+    """Totals since the engine was made, and its state now.
+
+    Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
+    ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing.
+    Requests with a deadline that came to their end in time have met it.
+    """
 
     num_running: int
     num_waiting: int
@@ -87,6 +95,12 @@ class EngineStats:
     output_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    deadlines_met: int = 0
+    deadlines_missed: int = 0
+    queue_timeouts: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -75,10 +75,12 @@ class ParallelSampling:
 
     def _merged_metrics(self) -> RequestMetrics:
         each = self._metrics.values()
+        begun = [m.first_scheduled_time for m in each if m.first_scheduled_time is not None]
         first = [m.first_token_time for m in each if m.first_token_time is not None]
         ended = [m.finished_time for m in each if m.finished_time is not None]
         return RequestMetrics(
             arrival_time=min(m.arrival_time for m in each),
+            first_scheduled_time=min(begun, default=None),
             first_token_time=min(first, default=None),
             finished_time=max(ended) if self.is_finished else None,
             num_preemptions=sum(m.num_preemptions for m in each),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.policies import Urgency
 from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.validation import check_token_id, check_unicode, integer
 
@@ -18,10 +19,16 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt ready to run; ``text`` is None when only ids were given."""
+    """A prompt ready to run; ``text`` is None when only ids were given.
+
+    Only prompts with the same ``cache_salt`` share what the prefix cache holds; ``urgency`` says
+    when it is to run.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    cache_salt: str | None = None
+    urgency: Urgency = field(default_factory=Urgency)
 
 
 def parse_prompts(
@@ -45,6 +52,23 @@ def parse_prompts(
         _check_ids(where, prompt.token_ids, vocab_size, max_model_len)
         parsed.append(prompt)
     return parsed
+
+
+def with_urgency(prompts: Sequence[Prompt], **fields: Any) -> list[Prompt]:
+    """The prompts with fields of Urgency: each None, one value for all, or one for each prompt."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        is_one = isinstance(value, str) or not isinstance(value, Sequence)
+        columns[name] = [value] * len(prompts) if is_one else value
+        if len(columns[name]) != len(prompts):
+            raise InvalidRequest(
+                f"{len(columns[name])} values of {name} for {len(prompts)} prompts; give one, or "
+                "one each"
+            )
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]
+    return [replace(p, urgency=Urgency(**row)) for p, row in zip(prompts, rows, strict=True)]
 
 
 def _is_single(prompts: Any) -> bool:
@@ -81,16 +105,25 @@ def _parse_one(
 def _from_mapping(
     where: str, item: Mapping[str, Any], tokenizer: Tokenizer | None, add_special_tokens: bool
 ) -> Prompt:
-    unknown = sorted(set(item) - {"prompt", "prompt_token_ids"})
+    unknown = sorted(set(item) - {"prompt", "prompt_token_ids", "cache_salt"})
     if unknown:
         raise InvalidRequest(f"{where}: {unknown[0]!r} is not supported; give {_SHAPES}")
     text = item.get("prompt")
+    salt = _cache_salt(where, item.get("cache_salt"))
     if item.get("prompt_token_ids") is not None:
         ids = _token_ids(where, _plain_ids(item["prompt_token_ids"]))
-        return Prompt(ids, text if isinstance(text, str) else None)
+        return Prompt(ids, text if isinstance(text, str) else None, salt)
     if not isinstance(text, str):
         raise InvalidRequest(f"{where} holds neither a prompt string nor prompt_token_ids")
-    return _from_text(where, text, tokenizer, add_special_tokens)
+    return replace(_from_text(where, text, tokenizer, add_special_tokens), cache_salt=salt)
+
+
+def _cache_salt(where: str, salt: Any) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise InvalidRequest(f"{where}: cache_salt must be a non-empty string, got {salt!r:.80}")
+    return salt
 
 
 def _from_text(

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.deadlines import Deadlines, Expired
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.policies import make_policy
+from octavo.runtime.prefix_sharing import PrefixSharing
 from octavo.runtime.request import Request, RequestStatus
+from octavo.runtime.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step.
+    """Limits of a step, and the order of requests.
 
     ``max_num_batched_tokens`` tokens and ``max_num_seqs`` sequences a step;
     ``long_prefill_token_threshold`` caps one request's share of it, 0 for no cap.
     ``watermark`` is the share of the blocks that admission leaves to those who run already.
+    ``policy`` and ``ageing_seconds``: see octavo.runtime.policies.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
+    policy: str = "fcfs"
+    ageing_seconds: float = 60.0
 
 
 class ScheduledSequence(NamedTuple):
@@ -76,6 +85,9 @@ class StepPlan:
         return any(s.num_tokens > 1 or not s.is_sampled for s in self.sequences)
 
 
+_rank = attrgetter("rank")
+
+
 class _Draft:
     """The step while it is being planned: tokens for each request, out of one budget.
 
@@ -87,44 +99,80 @@ class _Draft:
         self.budget = budget
         self.spare_rows = spare_rows
         self.has_prompt_rows = False
+        self._more_rows: dict[str, int] = {}
         self.chunks: dict[str, tuple[Request, int]] = {}
         self.preempted: list[Request] = []
+        self.is_short_of_blocks = False
 
     def place(self, request: Request, num_tokens: int) -> None:
         self.chunks[request.request_id] = request, num_tokens
         self.budget -= num_tokens
 
-    def place_prompt(self, request: Request, num_tokens: int) -> None:
-        """Place tokens of which all may need their logits."""
+    def place_prompt(self, request: Request, num_tokens: int) -> int:
+        """Place tokens of which all may need their logits: as many as there are rows for."""
         num_tokens = min(num_tokens, 1 + self.spare_rows)
+        self._more_rows[request.request_id] = num_tokens - 1
         self.spare_rows -= num_tokens - 1
         self.has_prompt_rows = True
         self.place(request, num_tokens)
+        return num_tokens
+
+    def share(self, request: Request) -> int:
+        """Tokens that a request has been given."""
+        return self.chunks.get(request.request_id, (request, 0))[1]
+
+    def rows(self, request: Request) -> int:
+        """Rows of logits that are kept for a request that runs."""
+        return 1 + self._more_rows.get(request.request_id, 0)
 
     def withdraw(self, request: Request) -> None:
-        _, num_tokens = self.chunks.pop(request.request_id, (request, 0))
-        self.budget += num_tokens
+        self.budget += self.share(request)
+        self.spare_rows += self.rows(request)
+        self.chunks.pop(request.request_id, None)
+        self._more_rows.pop(request.request_id, None)
         self.preempted.append(request)
 
 
 class Scheduler:
-    """Continuous batching: first come first served, decodes before prefill chunks.
+    """Continuous batching: decodes before prefill chunks, both in the order that a policy gives.
 
     A request is admitted when the blocks for all its known tokens are free, and grows on demand.
-    When nothing is free, the request admitted last gives up its blocks and returns to the front
-    of the queue with its tokens; it then computes them again, and its output is the same.
+    When nothing is free, the least urgent that runs gives up its blocks and waits again with its
+    tokens; it then computes them again, and its output is the same. One that is more urgent than
+    others that run may take their place as well where the policy says so, whether it lacks blocks,
+    a seat among ``max_num_seqs``, or a share of the budget.
+
+    Blocks that the prefix cache has are not computed again, but for the last token's: its logits
+    are wanted. A full block may be shared once the tokens of its step were taken, so that nothing
+    of a failed step ever is. A request whose prefix is just being computed waits for that while it
+    saves a quarter of its work, and others overtake it: many that come at once compute it once.
+
+    Requests that ran out of time are in ``expired``, for whoever ends them. ``clock`` gives
+    seconds.
 
     A step has three moments: ``schedule`` plans it, ``begin`` says that it was launched, ``update``
     gives its tokens. The next step may be planned and begun before the update of this one: a
     request then runs the token that is being sampled. At most one token of a request is ahead.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.blocks = blocks
-        self.waiting: deque[Request] = deque()
+        self.policy = make_policy(config.policy, config.ageing_seconds)
+        self.sharing = PrefixSharing(blocks)
+        self.deadlines = Deadlines()
+        self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
+        self.expired: deque[Expired] = deque()
         self.num_preemptions = 0
+        self._clock = clock
+        self._now = clock()
+        self._num_added = 0
         self._watermark_blocks = int(config.watermark * blocks.num_usable_blocks)
 
     def add(self, request: Request) -> None:
@@ -137,7 +185,16 @@ class Scheduler:
                 f"output need {needed} KV blocks, there are {self.blocks.num_usable_blocks}; "
                 "lower max_tokens or raise kv_cache_memory_bytes"
             )
-        self.waiting.append(request)
+        if request.priority and not self.policy.heeds_priority:
+            raise InvalidRequest(
+                f"request {request.request_id}: priority={request.priority} means nothing under "
+                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'"
+            )
+        request.order = self._num_added
+        request.rank = self.policy.rank(request)
+        self._num_added += 1
+        self.deadlines.watch(request)
+        self.waiting.push(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its blocks.
@@ -145,23 +202,26 @@ class Scheduler:
         A step that is still running may write into them. Whoever gets them next writes in a later
         step, and steps run in order: what is left there is overwritten before it is read.
         """
-        if self.running.pop(request.request_id, None) is None and request in self.waiting:
+        if self.running.pop(request.request_id, None) is None:
             self.waiting.remove(request)
         self.blocks.free(request.request_id)
         request.status = RequestStatus.FINISHED
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.expired)
 
     def schedule(self) -> StepPlan:
         """Plan a step and reserve its blocks. A plan that is not followed by ``begin`` (the step
         failed) may simply be made again: progress is counted only there."""
+        self._now = self._clock()
+        for expired in self.deadlines.expired(self._now):
+            self._expire(expired)
         draft = _Draft(
             self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.running)
         )
         self._continue_running(draft)
-        if not draft.preempted:
+        if not draft.is_short_of_blocks:
             self._admit_waiting(draft)
         table_of = self.blocks.block_ids
         sequences = [
@@ -196,21 +256,39 @@ class Scheduler:
         """
         sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
         taken = []
-        for (request, start, num_tokens, *_), token in zip(sampled, tokens, strict=True):
+        spoiled = set()
+        for (request, start, num_tokens, _, _, _), token in zip(sampled, tokens, strict=True):
             # An interrupt between a step's launch and its `begin` makes the next one compute the
             # same token again: the place in the context says which of them the request has.
             is_taken = (
-                request.status is not RequestStatus.FINISHED
-                and len(request.token_ids) == start + num_tokens
+                len(request.token_ids) == start + num_tokens
+                and request.status is not RequestStatus.FINISHED
             )
             taken.append(is_taken)
             if is_taken:
-                request.num_pending = max(0, request.num_pending - 1)
+                if request.num_pending:
+                    request.num_pending -= 1
                 if token is not None:
                     request.token_ids.append(token)
+                else:
+                    # What it has read may be what spoiled its row.
+                    self.blocks.forget(request.request_id)
+                    spoiled.add(request)
+        if self.blocks.prefix_cache is not None:
+            block_size = self.blocks.block_size
+            for request, start, num_tokens, block_ids, _, _ in plan.sequences:
+                is_filled = start + num_tokens >= (request.num_published_blocks + 1) * block_size
+                if is_filled and request not in spoiled:
+                    self.sharing.publish(request, start + num_tokens, block_ids)
         return taken
 
-    def _continue_running(self, draft: _Draft) -> None:
+    def _expire(self, expired: Expired) -> None:
+        """Take a request out that has run out of time. Whoever reads ``expired`` finishes it."""
+        self.finish(expired.request)
+        self.expired.append(expired)
+
+    def _decodes_and_prefills(self) -> tuple[list[Request], list[Request]]:
+        """Those that run, by whether they have one token to do or more."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running.values():
@@ -221,40 +299,112 @@ class Scheduler:
                 continue
             is_decode = num_tokens - request.num_computed_tokens == 1
             (decodes if is_decode else prefills).append(request)
+        return decodes, prefills
+
+    def _continue_running(self, draft: _Draft) -> None:
+        decodes, prefills = self._decodes_and_prefills()
         for request in decodes:
             if draft.budget == 0:
-                return
-            if self._has_room(request, draft):
+                break
+            is_roomy = request.num_computed_tokens < request.num_slots  # nearly always
+            if is_roomy or self._has_room(request, draft):
                 draft.chunks[request.request_id] = request, 1
                 draft.budget -= 1
-        for request in prefills:
+        for request in sorted(prefills, key=_rank):
+            if self.policy.has_displacement and not draft.is_short_of_blocks:
+                self._admit_waiting(draft, before=request)
             if draft.budget == 0:
-                return
+                break
             if self._has_room(request, draft):
-                self._place_chunk(request, draft)
+                self._place(request, draft)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
-        # Without a spare row there is no room for a sequence either, see _Draft.
-        while self.waiting and draft.budget > 0 and draft.spare_rows > 0:
-            request = self.waiting[0]
-            keep_free = self._watermark_blocks if self.running else 0
-            if request.num_pending:
-                return  # preempted by a step that failed: its token is still to come
-            if not self.blocks.can_allocate(request.request_id, request.num_tokens, keep_free):
-                return  # nobody overtakes
-            self.waiting.popleft()
-            self._allocate(request, request.num_tokens)
-            request.status = RequestStatus.RUNNING
-            self.running[request.request_id] = request
-            draft.spare_rows -= 1
-            self._place_chunk(request, draft)
+    def _admit_waiting(self, draft: _Draft, before: Request | None = None) -> None:
+        """Admit those who wait while there is room for the first of them: nobody overtakes.
 
-    def _place_chunk(self, request: Request, draft: _Draft) -> None:
+        ``before``: only such as would displace that one, before it gets its share of the step.
+        """
+        deferred: list[Request] = []
+        while self._may_admit(draft, len(deferred), before):
+            request = self.waiting.peek()
+            if self.deadlines.is_hopeless(request, self._now):
+                self._expire(Expired(request, "deadline"))
+                continue
+            prefix = self.sharing.find(request)
+            if self.sharing.is_worth_a_wait(request, len(prefix)):
+                deferred.append(self.waiting.pop())
+            elif self._make_room(request, prefix, len(deferred), draft):
+                self._admit(self.waiting.pop(), prefix, draft)
+            else:
+                break
+        for request in deferred:
+            self.waiting.push(request)
+
+    def _may_admit(self, draft: _Draft, num_deferred: int, before: Request | None) -> bool:
+        """Whether the first that waits is worth a closer look.
+
+        One that is deferred takes a seat for this step: that bounds how many are looked at.
+        """
+        if not self.waiting or num_deferred >= self.config.max_num_seqs:
+            return False
+        if not self.policy.has_displacement:
+            num_seats = draft.spare_rows - num_deferred
+            if num_seats <= 0 or draft.budget == 0:
+                return False
+        request = self.waiting.peek()
+        if before is not None and not self.policy.displaces(request, before):
+            return False
+        # Not one that has given way in this very step, nor one whose token is still to come.
+        return not request.num_pending and request not in draft.preempted
+
+    def _make_room(
+        self, request: Request, prefix: Sequence[int], num_deferred: int, draft: _Draft
+    ) -> bool:
+        """Whether a request fits into the step; others may give way to it, but not in vain."""
+        num_seats = draft.spare_rows - num_deferred
+        num_missing = self.blocks.num_taken(request.request_id, request.num_tokens, prefix)
+        num_free, budget = self.blocks.num_free_blocks, draft.budget
+        candidates = self._displaced_by(request)
+        victims: list[Request] = []
+        while True:
+            keep_free = self._watermark_blocks if len(self.running) > len(victims) else 0
+            if num_seats > 0 and budget > 0 and num_missing + keep_free <= num_free:
+                break
+            victim = next(candidates, None)
+            if victim is None:
+                return False
+            victims.append(victim)
+            num_seats += draft.rows(victim)
+            num_free += self.blocks.num_held_alone(victim.request_id, besides=prefix)
+            budget += draft.share(victim)
+        for victim in victims:
+            self._preempt(victim, draft)
+        return True
+
+    def _displaced_by(self, request: Request) -> Iterator[Request]:
+        """Those that run and have to give way to a request, the least urgent first."""
+        if self.policy.has_displacement:
+            displaces = self.policy.displaces
+            candidates = [other for other in self.running.values() if displaces(request, other)]
+            yield from sorted(candidates, key=_rank, reverse=True)
+
+    def _admit(self, request: Request, prefix: Sequence[int], draft: _Draft) -> None:
+        self._allocate(request, request.num_tokens, prefix)
+        self.sharing.count(request, len(prefix))
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._now
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+        draft.spare_rows -= 1
+        self._place(request, draft)
+
+    def _place(self, request: Request, draft: _Draft) -> None:
+        """Give a prompt its share of the step."""
         num_tokens = self._chunk(request, draft.budget)
         if request.wants_prompt_logprobs:
-            draft.place_prompt(request, num_tokens)
+            num_tokens = draft.place_prompt(request, num_tokens)
         else:
             draft.place(request, num_tokens)
+        self.sharing.promise(request, num_tokens)
 
     def _chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) + request.num_pending - request.num_computed_tokens
@@ -269,16 +419,17 @@ class Scheduler:
         if num_tokens <= request.num_slots:
             return True  # nearly always: a block lasts for many steps
         while not self.blocks.can_allocate(request.request_id, num_tokens):
-            victim = next(reversed(self.running.values()))
+            victim = max(self.running.values(), key=_rank)
+            draft.is_short_of_blocks = True
             self._preempt(victim, draft)
             if victim is request:
                 return False
         self._allocate(request, num_tokens)
         return True
 
-    def _allocate(self, request: Request, num_tokens: int) -> None:
+    def _allocate(self, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> None:
         self.blocks.allocate(
-            request.request_id, num_tokens, expected_tokens=request.max_total_tokens
+            request.request_id, num_tokens, expected_tokens=request.max_total_tokens, prefix=prefix
         )
         request.num_slots = self.blocks.blocks_for(num_tokens) * self.blocks.block_size
 
@@ -288,10 +439,10 @@ class Scheduler:
         draft.withdraw(victim)
         self.blocks.free(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = victim.num_slots = 0
+        victim.num_computed_tokens = victim.num_slots = victim.num_published_blocks = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self.waiting.push(victim)
 
 
 def _prompt_rows(sequences: Sequence[ScheduledSequence]) -> tuple[PromptRows, ...]:

@@ -161,16 +161,25 @@ def heading(results: Results) -> list[str]:
     ]
 
 
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def print_grid(grid: Grid, console: Console | None = None) -> None:
+    """A table on the terminal."""
+    table = Table(*grid.columns, title=grid.title)
+    for row in grid.rows:
+        table.add_row(*row)
+    (console or _console()).print(table)
+
+
 def print_tables(results: Results, console: Console | None = None) -> None:
     """All tables on the terminal."""
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = console or _console()
     for line in heading(results):
         console.print(line, highlight=False, soft_wrap=True)
     for grid in grids(results):
-        table = Table(*grid.columns, title=grid.title)
-        for row in grid.rows:
-            table.add_row(*row)
-        console.print(table)
+        print_grid(grid, console)
     for failure in results.failures:
         console.print(f"not measured: {failure}", highlight=False, markup=False, soft_wrap=True)
 

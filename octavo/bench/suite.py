@@ -72,6 +72,7 @@ class Plan:
             "max_model_len": self.longest,
             "max_num_seqs": most,
             "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,  # a repeated prompt is to be computed again
             **self.options,
         }
 

@@ -11,12 +11,14 @@ from typer.exceptions import TyperException
 
 import octavo
 from octavo.cli.bench import bench
+from octavo.cli.bench_schedule import bench_schedule
 from octavo.cli.chat import chat
 from octavo.cli.check import check
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.tune import tune
+from octavo.cli.two_words import TwoWordGroup
 from octavo.ir.errors import OctavoError
 
 EXIT_USER_ERROR = 2
@@ -24,6 +26,7 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="octavo",
+    cls=TwoWordGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,6 +82,12 @@ app.command(
     "octavo bench smollm2 --prefill 4x256 --startup\n\n"
     "octavo bench config.json --load-format dummy --requests requests.json",
 )(bench)
+app.command(
+    "bench schedule",
+    epilog="Examples:\n\noctavo bench schedule\n\n"
+    "octavo bench schedule trace.jsonl --policies fcfs,priority --output figures.json\n\n"
+    "octavo bench schedule --overhead",
+)(bench_schedule)
 app.command(
     "tune",
     epilog="Examples:\n\noctavo tune llama\n\noctavo tune llama --seconds 60",

@@ -134,6 +134,16 @@ def test_prefill_in_chunks_of_seven(compiled: Compiled) -> None:
     assert llm.stats().num_steps > NUM_NEW_TOKENS, "nothing was cut"
 
 
+def test_a_prefix_that_was_computed_before(compiled: Compiled) -> None:
+    llm = _load(compiled, block_size=4)
+    prompts = compiled.reference.prompts
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    compiled.check(outputs, "prefix cache")
+    found = [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    assert [output.num_cached_tokens for output in outputs] == found
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_a_pool_so_small_that_requests_are_preempted(compiled: Compiled, block_size: int) -> None:
     longest = max(map(len, compiled.reference.prompts)) + NUM_NEW_TOKENS

@@ -79,6 +79,33 @@ def test_a_pool_so_small_that_requests_wait(smollm2: Path, golden: Golden) -> No
     assert llm.stats().num_preemptions > 0, "the pool was not small enough to prove anything"
 
 
+@pytest.mark.slow
+def test_prompts_that_were_computed_before(smollm2: Path, golden: Golden) -> None:
+    llm = LLM(str(smollm2), max_num_seqs=32)
+    run_all(golden, llm)
+    before = llm.stats().prefix_cache_hits
+    run_all(golden, llm)
+    lengths = [len(case["prompt_token_ids"]) for case in golden.cases]
+    assert llm.stats().prefix_cache_hits - before == sum((n - 1) // 16 * 16 for n in lengths)
+
+
+@pytest.mark.slow
+def test_64_requests_compute_a_prefix_of_1000_tokens_once(smollm2: Path) -> None:
+    prefix = [5 + i * 7919 % 40000 for i in range(1000)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    llm = LLM(str(smollm2), max_num_seqs=64, num_gpu_blocks_override=1200)
+    alone = [llm.generate([[*prefix, i]], params, use_tqdm=False)[0] for i in range(5)]
+    seconds = [
+        output.metrics.first_token_time - output.metrics.arrival_time
+        for output in alone
+        if output.metrics is not None and output.metrics.first_token_time is not None
+    ]
+    assert 5 * max(seconds[1:]) <= seconds[0]
+    llm.reset_prefix_cache()
+    outputs = llm.generate([[*prefix, 10 + i] for i in range(64)], params, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0] + [992] * 63
+
+
 def test_text_is_tokenised_as_hugging_face_does(smollm2: Path, golden: Golden) -> None:
     tokenizer = LLM(str(smollm2)).get_tokenizer()
     # transformers' own GGUF reader leaves out that SmolLM2 splits digits one by one: its ids for

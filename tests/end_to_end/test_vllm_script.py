@@ -83,7 +83,7 @@ def test_the_script(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert from_ids[0] == [BOS, *byte_tokenizer().encode("Once", add_special_tokens=False).ids]
     assert len(from_ids[1]) == 3
     assert chat[0].endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
-    for name in ("enable_prefix_caching", "trust_remote_code", "swap_space"):
+    for name in ("trust_remote_code", "swap_space"):
         assert f"{name} has no effect: " in done.stderr
     assert runs[1].stdout == done.stdout, "equal seeds, other answers"
     artifacts = [path for path in (tmp_path / "cache").rglob("manifest.json")]
@@ -231,7 +231,6 @@ def test_the_models_own_end(tiny_artifact: Path) -> None:
 # Keywords.
 
 NOTICED: dict[str, Any] = {
-    "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "trust_remote_code": True,
     "swap_space": 4,
@@ -248,6 +247,7 @@ SILENT: dict[str, Any] = {
     "dtype": "auto",
     "seed": 1,
     "quantization": None,
+    "enable_prefix_caching": True,
     "kv_cache_dtype": "auto",
     "cpu_offload_gb": 0,
 }

@@ -177,6 +177,7 @@ def test_efficiency_is_against_the_smallest_batch() -> None:
 def test_a_plan_asks_for_room_for_its_longest_and_its_most() -> None:
     plan = Plan(batch_sizes=(1, 4), input_len=10, output_len=6, prefill=((8, 100),))
     sizes = {"max_model_len": 101, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    sizes["enable_prefix_caching"] = False
     assert plan.llm_options() == sizes
     plan = Plan(requests=((3, 4),) * 300, options={"max_num_seqs": 7})
     assert plan.llm_options() == {**sizes, "max_model_len": 7, "max_num_seqs": 7}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.errors import InvariantError
 
 
 def test_blocks_are_handed_out_in_order_and_never_the_null_block() -> None:
@@ -114,4 +115,161 @@ def test_the_checker_sees_a_block_both_free_and_used() -> None:
     blocks.allocate("a", 4)
     blocks._free[1] = None
     with pytest.raises(AssertionError, match="free and used"):
+        blocks.check()
+
+
+# With a prefix cache. Keys are opaque here: one letter a block.
+
+
+def cached(num_blocks: int, block_size: int = 4) -> BlockManager:
+    return BlockManager(num_blocks, block_size, enable_prefix_caching=True)
+
+
+def run(blocks: BlockManager, name: str, keys: str, num_tokens: int = 0) -> list[int]:
+    """A request that shares what it can of ``keys`` and computes the rest: its blocks."""
+    letters = [letter.encode() for letter in keys]
+    prefix = blocks.find_prefix(letters)
+    num_tokens = num_tokens or len(letters) * blocks.block_size
+    assert blocks.can_allocate(name, num_tokens, 0, prefix)
+    blocks.allocate(name, num_tokens, prefix=prefix)
+    assert blocks.publish(name, blocks.block_ids(name), len(prefix), letters[len(prefix) :])
+    blocks.check()
+    return list(blocks.block_ids(name))
+
+
+def test_a_prefix_is_shared_by_two_that_run_and_kept_when_they_end() -> None:
+    blocks = cached(9)
+    assert run(blocks, "a", "xy", num_tokens=9) == [1, 2, 3]
+    assert run(blocks, "b", "xy", num_tokens=10) == [1, 2, 4]
+    assert blocks.num_free_blocks == 4
+    blocks.free("a")
+    assert blocks.num_free_blocks == 5  # 3 alone: b holds the others
+    blocks.free("b")
+    assert (blocks.num_free_blocks, blocks.num_cached_blocks) == (8, 2)
+    assert blocks.find_prefix([b"x", b"y", b"z"]) == [1, 2]
+    blocks.check()
+
+
+def test_eviction_takes_the_least_recently_used_and_tails_before_heads() -> None:
+    blocks = cached(7)
+    run(blocks, "a", "abc")
+    run(blocks, "b", "xyz")
+    blocks.free("a")
+    blocks.free("b")
+    assert run(blocks, "c", "abc") == [1, 2, 3]  # used again: x, y and z are the older ones now
+    blocks.free("c")
+    blocks.allocate("d", 8)
+    assert list(blocks.block_ids("d")) == [6, 5]
+    assert blocks.find_prefix([b"x", b"y", b"z"]) == [4]
+    assert blocks.find_prefix([b"a", b"b", b"c"]) == [1, 2, 3]
+    blocks.check()
+
+
+def test_what_is_not_cached_goes_first() -> None:
+    blocks = cached(6)
+    run(blocks, "a", "ab")
+    blocks.allocate("b", 8)
+    blocks.free("a")
+    blocks.free("b")
+    blocks.allocate("c", 12)
+    assert blocks.find_prefix([b"a", b"b"]) == [1, 2]
+    blocks.allocate("d", 4)
+    assert blocks.find_prefix([b"a", b"b"]) == [1]
+    blocks.check()
+
+
+def test_a_wish_does_not_cost_a_block_that_was_used_lately() -> None:
+    blocks = cached(9, 1)
+    run(blocks, "old", "abcd")
+    run(blocks, "new", "wxyz")
+    blocks.free("old")  # 4, 3, 2, 1 are freed
+    blocks.free("new")  # and 8, 7, 6, 5
+    blocks._next_start = 6
+    blocks.allocate("e", 1)  # would like 6, whose y was used lately
+    assert list(blocks.block_ids("e")) == [4]
+    blocks._next_start = 2
+    blocks.allocate("f", 2)  # 2 and 3 are of the older half, though not the oldest
+    assert list(blocks.block_ids("f")) == [2, 3]
+    blocks.check()
+
+
+def test_shared_blocks_that_are_free_count_as_taken() -> None:
+    blocks = cached(4)
+    run(blocks, "a", "ab")
+    blocks.free("a")
+    prefix = blocks.find_prefix([b"a", b"b"])
+    assert blocks.num_taken("b", 12, prefix) == 3
+    assert blocks.can_allocate("b", 12, 0, prefix)
+    assert not blocks.can_allocate("b", 12, 1, prefix)
+    run(blocks, "a", "ab")
+    assert blocks.num_taken("b", 12, prefix) == 1
+    assert not blocks.can_allocate("b", 13, 0, prefix)
+
+
+def test_a_table_made_anew_publishes_nothing_of_the_old_one() -> None:
+    blocks = cached(6)
+    blocks.allocate("a", 8)
+    before = blocks.block_ids("a")
+    blocks.free("a")
+    assert not blocks.publish("a", before, 0, [b"x"])
+    blocks.allocate("a", 8)
+    assert not blocks.publish("a", before, 0, [b"x"])
+    assert blocks.find_prefix([b"x"]) == []
+
+
+def test_forgotten_blocks_are_found_no_more_and_stay_held() -> None:
+    blocks = cached(6)
+    run(blocks, "a", "ab")
+    run(blocks, "b", "ac")
+    blocks.forget("b")
+    assert blocks.find_prefix([b"a", b"b"]) == []
+    blocks.check()
+    blocks.free("a")
+    blocks.free("b")
+    blocks.check()
+    assert blocks.num_free_blocks == 5
+
+
+def test_a_reset_forgets_what_is_free_and_what_is_held() -> None:
+    blocks = cached(6)
+    run(blocks, "a", "ab")
+    run(blocks, "b", "xy")
+    blocks.free("a")
+    blocks.reset_prefix_cache()
+    blocks.check()
+    assert (blocks.num_free_blocks, blocks.num_cached_blocks) == (3, 0)
+    assert blocks.find_prefix([b"a"]) == blocks.find_prefix([b"x"]) == []
+
+
+def test_only_a_block_that_one_request_fills_may_be_written() -> None:
+    blocks = cached(6)
+    run(blocks, "a", "a", num_tokens=5)
+    assert [blocks.is_writable(block_id) for block_id in blocks.block_ids("a")] == [False, True]
+    run(blocks, "b", "a", num_tokens=5)
+    assert [blocks.is_writable(block_id) for block_id in blocks.block_ids("b")] == [False, True]
+
+
+def test_without_a_cache_nothing_is_found() -> None:
+    blocks = BlockManager(6, 4)
+    blocks.allocate("a", 4)
+    assert not blocks.publish("a", blocks.block_ids("a"), 0, [b"a"])
+    blocks.free("a")
+    assert blocks.find_prefix([b"a"]) == []
+    blocks.check()
+
+
+def test_the_checker_sees_a_cached_block_that_is_handed_out() -> None:
+    blocks = cached(4)
+    run(blocks, "a", "a")
+    blocks.free("a")
+    blocks._free[1] = blocks._cached.pop(1)  # type: ignore[assignment]
+    with pytest.raises(InvariantError, match="cached blocks differ"):
+        blocks.check()
+
+
+def test_the_checker_sees_a_promise_of_one_that_is_gone() -> None:
+    blocks = cached(4)
+    assert blocks.prefix_cache is not None
+    blocks.prefix_cache.promise("ghost", [b"a"])
+    with pytest.raises(InvariantError, match="promises blocks and holds none"):
         blocks.check()

@@ -34,6 +34,8 @@ def parse(prompts: Any, **options: Any) -> list[Prompt]:
         ({"prompt_token_ids": [1, 2]}, [Prompt((1, 2))]),
         ({"prompt_token_ids": [1, 2], "prompt": "text"}, [Prompt((1, 2), "text")]),
         (["Hi", [1], {"prompt": "Hi"}], [HI, Prompt((1,)), HI]),
+        ({"prompt_token_ids": [1], "cache_salt": "a"}, [Prompt((1,), None, "a")]),
+        ({"prompt": "Hi", "cache_salt": "a"}, [Prompt(HI.token_ids, "Hi", "a")]),
         (np.array([1, 2]), [Prompt((1, 2))]),
         ([np.int64(1), 2], [Prompt((1, 2))]),
         ([torch.tensor([1, 2])], [Prompt((1, 2))]),

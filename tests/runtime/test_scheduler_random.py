@@ -29,7 +29,11 @@ class Replay:
             long_prefill_token_threshold=self.random.choice([0, 3, 7]),
             watermark=self.random.choice([0.0, 0.01, 0.3]),
         )
-        self.scheduler = Scheduler(self.config, BlockManager(num_blocks, self.block_size))
+        blocks = BlockManager(
+            num_blocks, self.block_size, enable_prefix_caching=self.random.random() < 0.7
+        )
+        self.scheduler = Scheduler(self.config, blocks)
+        self.stems = [self.tokens(self.random.randint(1, 30)) for _ in range(3)]
         self.max_len = (num_blocks - 1) * self.block_size + 1
         self.depth = self.random.choice([1, 2])
         self.batches = BatchBuilder(self.block_size)
@@ -41,7 +45,9 @@ class Replay:
         self.num_finished = 0
 
     def add(self) -> None:
-        prompt = [self.random.randrange(1000) for _ in range(self.random.randint(1, 30))]
+        stem = self.random.choice(self.stems)
+        kept = self.random.choice([0, len(stem), self.random.randint(0, len(stem))])
+        prompt = stem[:kept] + self.tokens(self.random.randint(not kept, 12))
         if len(prompt) >= self.max_len:
             return
         params = SamplingParams(max_tokens=self.random.randint(1, 20))
@@ -49,6 +55,9 @@ class Replay:
         self.scheduler.add(request)
         self.live[request.request_id] = request
         self.num_added += 1
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(1000) for _ in range(count)]
 
     def end(self, request: Request) -> None:
         self.scheduler.finish(request)
