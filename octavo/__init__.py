@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.compile import compile_model
-    from octavo.llm import LLM
+    from octavo.llm import LLM, AsyncLLM
     from octavo.runtime.outputs import CompletionOutput, RequestOutput
     from octavo.runtime.sampling_params import SamplingParams
 
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +31,7 @@ __all__ = [
 # this file it would then see every part of the project import every other.
 _HOMES = {
     "LLM": "octavo.llm",
+    "AsyncLLM": "octavo.llm",
     "CompletionOutput": "octavo.runtime.outputs",
     "RequestOutput": "octavo.runtime.outputs",
     "SamplingParams": "octavo.runtime.sampling_params",

@@ -80,8 +80,12 @@ class Engine:
         *,
         prompt: str | None = None,
         kind: OutputKind = "cumulative",
+        arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. Raises InvalidRequest when it could never run."""
+        """Queue a request. Raises InvalidRequest when it could never run.
+
+        ``arrival_time`` is when it came, by time.monotonic; None is now.
+        """
         assert request_id not in self._live, "request ids are unique"
         own_seed = params.seed is not None
         request = Request(
@@ -98,7 +102,7 @@ class Engine:
             kind=kind,
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
-            arrival_time=time.monotonic(),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
         self.scheduler.add(request)
         self._num_requests += 1

@@ -19,3 +19,15 @@ class CapacityError(OctavoError):
 
 class EngineError(OctavoError):
     """A step that failed; the requests in it were ended and their memory was given back."""
+
+
+class QueueFull(OctavoError):
+    """As many requests wait as may; the request was not taken, and may be sent again later."""
+
+
+class EngineStopped(OctavoError):
+    """The engine takes no more requests: it drains, or was shut down."""
+
+
+class EngineDeadError(EngineError):
+    """The engine cannot run any step any more; its process has to be started again."""

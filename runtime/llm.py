@@ -129,6 +129,39 @@ class LLM:
         parsed = self._parse_chat(messages, **rendering)
         return self._stream(parsed, self._text_params(sampling_params))
 
+    def prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> tuple[Prompt, SamplingParams]:
+        """One prompt tokenised, and its parameters checked, as ``generate`` does it.
+
+        A Prompt is taken as it is. Runs nothing, so any thread may call it at any time. Raises
+        InvalidRequest.
+        """
+        parsed = [prompt] if isinstance(prompt, Prompt) else self._parse(prompt)
+        if len(parsed) != 1:
+            raise InvalidRequest(f"one prompt is wanted here, got {len(parsed)}")
+        return parsed[0], self._params_for(sampling_params, 1)[0]
+
+    def prepare_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
+        """A conversation as a prompt; ``rendering`` as for ``chat``. Any thread may call it."""
+        return self._parse_chat(messages, **rendering)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        kind: OutputKind,
+        **arrival: Any,
+    ) -> None:
+        """Queue what ``prepare`` gave; ``arrival`` goes to Engine.add_request.
+
+        The caller has the engine to itself meanwhile. Raises InvalidRequest.
+        """
+        self.engine.add_request(
+            request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind, **arrival
+        )
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequest when there is none."""
         if self._tokenizer is None:
@@ -300,9 +333,7 @@ class LLM:
         with self._engine_turn():
             request_id = str(self._num_requests)
             self._num_requests += 1
-            self.engine.add_request(
-                request_id, prompt.token_ids, params, prompt=prompt.text, kind=kind
-            )
+            self.submit(request_id, prompt, params, kind)
             self._inboxes[request_id] = deque()
         return request_id
 
