@@ -38,6 +38,7 @@ from octavo.runtime.validation import integer
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
+_NUM_AVERAGED = 16
 _DEAD = "the engine is dead, start its process again: {}"
 _STOPPED = "the engine is shutting down and takes no more requests"
 _T = TypeVar("_T")
@@ -69,6 +70,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # every request that was taken
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._error: Exception | None = None  # why the engine is dead
+        self._mean_seconds = 0.0  # from a request's arrival to its end, of the latest ones
         self._is_draining = False
         self._is_stopping = False
         self._drained: list[asyncio.Event] = []
@@ -145,6 +147,10 @@ class AsyncLLM:
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self._commands.put(lambda each=each: self._abort(each))  # type: ignore[misc]
 
+    def abort_all(self) -> None:
+        """The same for every request that was taken."""
+        self.abort(list(self._streams))
+
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait for those there are; False when the time was too short.
 
@@ -184,6 +190,11 @@ class AsyncLLM:
     def num_requests(self) -> int:
         """Requests that were taken and are not finished."""
         return len(self._streams)
+
+    @property
+    def expected_wait_seconds(self) -> float:
+        """About how long it takes until a request ends and makes room for another."""
+        return self._mean_seconds / max(1, self._engine.scheduler.config.max_num_seqs)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when no step can run any more."""
@@ -336,11 +347,18 @@ class AsyncLLM:
             stream.put(item)
             if isinstance(item, Exception) or item.finished:
                 del self._streams[request_id]
+                self._count_seconds(item)
             touched.setdefault(stream.loop, []).append(stream)
         for loop, streams in touched.items():
             if not _call_in(loop, self._wake, streams):
                 for stream in streams:
                     self._end_abandoned(stream)
+
+    def _count_seconds(self, last: RequestOutput | Exception) -> None:
+        metrics = None if isinstance(last, Exception) else last.metrics
+        if metrics is not None and metrics.finished_time is not None:
+            seconds = metrics.finished_time - metrics.arrival_time
+            self._mean_seconds += (seconds - self._mean_seconds) / _NUM_AVERAGED
 
     # And this in the event loop.
 

@@ -84,6 +84,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._named_id("eos_token")
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The model's chat templates by name; one alone is "default"."""
+        return dict(self._templates)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with the special tokens that the tokenizer's post-processor adds."""
         # Unlike `encode`, the batch lets other threads run: a long prompt must not stop the engine.

@@ -16,6 +16,7 @@ from octavo.cli.check import check
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
+from octavo.cli.serve import serve
 from octavo.cli.tune import tune
 from octavo.ir.errors import OctavoError
 
@@ -67,6 +68,13 @@ app.command(
     'octavo chat smollm2 -p "What is the capital of France?" --stats\n\n'
     'octavo chat smollm2 --system "Answer in one word." --temperature 0.7',
 )(chat)
+app.command(
+    "serve",
+    epilog="Examples:\n\noctavo serve smollm2\n\n"
+    "octavo serve smollm2 --host 0.0.0.0 --api-key-file keys.txt --drain-timeout 120\n\n"
+    "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{"prompt": "Once"}\'',
+)(serve)
 app.command("check", epilog="Example:\n\noctavo check smollm2")(check)
 app.command(
     "inspect",
