@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from octavo.runtime.errors import (
 )
 from octavo.runtime.llm import LLM
 from octavo.runtime.llm_options import LLMOptions
+from octavo.runtime.memory_plan import MemoryUse
 from octavo.runtime.output_processor import OutputKind
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.prompts import Prompt
@@ -229,6 +231,13 @@ class AsyncLLM:
     def load_times(self) -> dict[str, float]:
         """Seconds of each phase of the load."""
         return self._llm.load_times
+
+    def memory_bytes(self) -> dict[str, int]:
+        """The GPU's memory by what it is for; empty on a CPU. ``used`` is what the load took."""
+        memory: MemoryUse | None = getattr(self._engine.executor, "memory", None)
+        if memory is None:
+            return {}
+        return {**dataclasses.asdict(memory.plan), "used": memory.used}
 
     def _check_alive(self) -> None:
         if self._error is not None:

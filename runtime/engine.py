@@ -12,6 +12,7 @@ from octavo.runtime.batch import BatchBuilder
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import EngineError
 from octavo.runtime.executor import PendingStep, StepExecutor
+from octavo.runtime.metrics import EngineMetrics
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.request import Request
@@ -33,6 +34,7 @@ class _Launched:
     plan: StepPlan
     pending: PendingStep
     started: float
+    num_tokens: int  # with padding
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
         self._num_steps = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._metrics = EngineMetrics()
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last_finish = 0.0
 
@@ -138,6 +141,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
+        allocated = (blocks.num_usable_blocks - blocks.num_free_blocks) * blocks.block_size
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -149,7 +153,16 @@ class Engine:
             output_tokens=self._output_tokens,
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
+            num_used_slots=allocated - self._num_unused_slots(),
+            num_allocated_slots=allocated,
+            max_num_seqs=self.scheduler.config.max_num_seqs,
+            counts=self._metrics.value(),
         )
+
+    def _num_unused_slots(self) -> int:
+        """Slots of the running requests' blocks in which there is nothing yet."""
+        running = list(self.scheduler.running.values())  # any thread may ask
+        return sum(max(0, request.num_slots - request.num_computed_tokens) for request in running)
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -158,8 +171,9 @@ class Engine:
             pending = self.executor.launch(self._batches.build(plan), rows)
         except Exception as error:
             raise self._failed(plan, error) from error
-        self._in_flight.append(_Launched(plan, pending, started))
+        self._in_flight.append(_Launched(plan, pending, started, self.executor.num_launched_tokens))
         self.scheduler.begin(plan)
+        self._count_prefill(plan, started)
 
     def _finish_oldest(self) -> list[RequestOutput]:
         launched = self._in_flight[0]
@@ -175,11 +189,13 @@ class Engine:
         self._in_flight.popleft()
         now = time.monotonic()
         self._count(launched, now)
+        self._metrics.discarded(len(taken) - sum(taken))
         outputs = []
         requests = [sequence.request for sequence in plan.sequences if sequence.is_sampled]
         for request, token, is_taken in zip(requests, sampled, taken, strict=True):
             if is_taken:
                 self._output_tokens += token.error is None
+                self._count_token(request, launched.started, now)
                 outputs.append(self._commit(request.request_id, token, now))
         return [output for output in outputs if output is not None]
 
@@ -192,8 +208,27 @@ class Engine:
             f"{type(error).__name__}: {error}"
         )
 
+    def _count_prefill(self, plan: StepPlan, now: float) -> None:
+        if not plan.has_prefill:
+            return
+        for sequence in plan.sequences:
+            request, start, num_tokens, _, is_sampled, *_ = sequence
+            if num_tokens == 1 and is_sampled and start > 0:
+                continue
+            metrics = self._live[request.request_id].metrics
+            if metrics.scheduled_time is None:
+                self._metrics.scheduled(request, metrics, now)
+            self._metrics.prefill(sequence)
+
+    def _count_token(self, request: Request, started: float, now: float) -> None:
+        metrics = self._live[request.request_id].metrics
+        if metrics.scheduled_time is None:  # a prompt of one token runs like a decode
+            self._metrics.scheduled(request, metrics, started)
+        self._metrics.token(metrics, now)
+
     def _count(self, launched: _Launched, now: float) -> None:
         self._num_steps += 1
+        self._metrics.step(launched.plan, launched.num_tokens)
         # Steps overlap: each counts from the end of the one before, so that they add up.
         seconds = now - max(launched.started, self._last_finish)
         self._seconds["prefill" if launched.plan.has_prefill else "decode"] += seconds
@@ -228,4 +263,5 @@ class Engine:
         self.scheduler.finish(processor.request)
         if processor.finish is None:
             processor.end(finish, time.monotonic())
+        self._metrics.finished(processor)
         return processor.output()

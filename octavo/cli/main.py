@@ -17,6 +17,7 @@ from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.serve import serve
+from octavo.cli.top import top
 from octavo.cli.tune import tune
 from octavo.ir.errors import OctavoError
 
@@ -75,6 +76,7 @@ app.command(
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     '-d \'{"prompt": "Once"}\'',
 )(serve)
+app.command("top", epilog="Example:\n\noctavo top localhost:8000")(top)
 app.command("check", epilog="Example:\n\noctavo check smollm2")(check)
 app.command(
     "inspect",

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -28,6 +29,7 @@ from octavo.runtime.server.middleware import (
     RateLimit,
     error_response,
 )
+from octavo.runtime.server.prometheus import HttpCounts, engine_registry
 from octavo.runtime.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,6 +40,10 @@ from octavo.runtime.server.tool_parsers import parser_for_template
 
 logger = logging.getLogger(__name__)
 
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/", "/health", "/ready", "/version", "/metrics"),
+)
 DEFAULT_MAX_REQUEST_BYTES = 16 * 2**20
 
 
@@ -67,6 +73,13 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     _add_tokenizer(app, context)
     _add_operation(app, context, options)
     _add_error_handlers(app, context)
+    http = HttpCounts(frozenset(PATHS))
+    registry = engine_registry(engine, options.model_names[0], http)
+
+    @app.get("/metrics")
+    def metrics() -> Response:  # in a thread: the event loop has better to do
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
     # Each is wrapped around those before it: the access log sees all answers.
     if options.requests_per_minute is not None:
         uses_keys = bool(options.api_keys)
@@ -82,7 +95,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(AccessLog, with_prompts=options.logs_prompts)
+    app.add_middleware(AccessLog, count=http.add, with_prompts=options.logs_prompts)
     return app
 
 

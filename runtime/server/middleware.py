@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -38,8 +38,12 @@ class AccessLog:
     only with ``with_prompts``.
     """
 
-    def __init__(self, app: ASGIApp, *, with_prompts: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, *, count: Callable[[str, int], None], with_prompts: bool = False
+    ) -> None:
+        """``count`` is told the path and the status of each answer."""
         self._app = app
+        self._count = count
         self._with_prompts = with_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,6 +66,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._count(scope["path"], status)
             if access_logger.isEnabledFor(logging.INFO):
                 milliseconds = (time.monotonic() - started) * 1e3
                 access_logger.info("%s", self._line(scope, request_id, status, milliseconds, facts))
