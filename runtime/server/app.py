@@ -29,6 +29,7 @@ from octavo.runtime.server.middleware import (
     RateLimit,
     error_response,
 )
+from octavo.runtime.server.page import page
 from octavo.runtime.server.prometheus import HttpCounts, engine_registry
 from octavo.runtime.server.protocol import (
     ChatCompletionRequest,
@@ -75,6 +76,12 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     _add_error_handlers(app, context)
     http = HttpCounts(frozenset(PATHS))
     registry = engine_registry(engine, options.model_names[0], http)
+
+    index = page()
+
+    @app.get("/")
+    async def root() -> Response:
+        return index
 
     @app.get("/metrics")
     def metrics() -> Response:  # in a thread: the event loop has better to do

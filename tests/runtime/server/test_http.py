@@ -296,3 +296,14 @@ def test_special_tokens_are_added_unless_told_not_to(toy_server: InThread) -> No
 def test_the_version(shared_toy: Path) -> None:
     with in_thread(shared_toy, version="1.2.3") as server, server.http() as client:
         assert client.get("/version").json() == {"version": "1.2.3"}
+
+
+def test_the_page_loads_nothing_from_elsewhere(toy_server: InThread) -> None:
+    with toy_server.http() as client:
+        answer = client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "//" not in answer.text.replace("// ", "")
+    assert "src=" not in answer.text
