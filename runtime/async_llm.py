@@ -50,9 +50,9 @@ class AsyncLLM:
     """A compiled model that serves an event loop. The names are vLLM's.
 
     A thread of its own runs the engine's steps; other threads tokenise; what a step gives is handed
-    to the event loop at once. Taken are at most ``max_queued_requests`` requests beyond the
-    ``max_num_seqs`` that may run: one more raises QueueFull. Methods belong to one event loop, but
-    ``stats`` and ``abort`` to any thread.
+    to the event loop at once. Taken are at most ``max_requests`` at a time: the ``max_num_seqs``
+    that may run, and ``max_queued_requests`` more. One beyond them raises QueueFull. Methods belong
+    to one event loop, but ``stats`` and ``abort`` to any thread.
     """
 
     llm_class: type[LLM] = LLM
@@ -68,7 +68,7 @@ class AsyncLLM:
         self.max_queued_requests = integer("max_queued_requests", max_queued_requests, low=0)
         self._llm = self.llm_class(model, **keywords)
         self._engine = self._llm.engine
-        self._max_requests = self._engine.scheduler.config.max_num_seqs + self.max_queued_requests
+        self.max_requests = self._engine.scheduler.config.max_num_seqs + self.max_queued_requests
         self._streams: dict[str, RequestStream] = {}  # every request that was taken
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._error: Exception | None = None  # why the engine is dead
@@ -247,7 +247,7 @@ class AsyncLLM:
         self._check_alive()
         if self._is_draining:
             raise EngineStopped(_STOPPED)
-        if len(self._streams) >= self._max_requests:
+        if len(self._streams) >= self.max_requests:
             raise QueueFull(
                 f"{len(self._streams)} requests run or wait, which is the most that are taken "
                 f"(max_queued_requests={self.max_queued_requests}); send it again later"

@@ -61,7 +61,8 @@ app.command(
 app.command(
     "generate",
     epilog='Examples:\n\noctavo generate smollm2 -p "Once upon a time"\n\n'
-    'octavo generate smollm2 -p "One" -p "Two" --max-tokens 32 --temperature 0.8 --seed 1',
+    'octavo generate smollm2 -p "One" -p "Two" --max-tokens 32 --temperature 0.8 --seed 1\n\n'
+    "octavo generate smollm2 --input prompts.jsonl --output answers.jsonl",
 )(generate)
 app.command(
     "chat",
