@@ -216,13 +216,13 @@ class Engine:
             if num_tokens == 1 and is_sampled and start > 0:
                 continue
             metrics = self._live[request.request_id].metrics
-            if metrics.scheduled_time is None:
+            if metrics.first_scheduled_time is None:
                 self._metrics.scheduled(request, metrics, now)
             self._metrics.prefill(sequence)
 
     def _count_token(self, request: Request, started: float, now: float) -> None:
         metrics = self._live[request.request_id].metrics
-        if metrics.scheduled_time is None:  # a prompt of one token runs like a decode
+        if metrics.first_scheduled_time is None:  # a prompt of one token runs like a decode
             self._metrics.scheduled(request, metrics, started)
         self._metrics.token(metrics, now)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from octavo.runtime.histogram import Histogram
@@ -23,7 +22,6 @@ REQUEST_BOUNDS = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 COUNT_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-_MET = ("stop", "length")
 
 
 class EngineMetrics:
@@ -35,8 +33,6 @@ class EngineMetrics:
         self._discarded_tokens = 0
         self._launched_tokens = 0
         self._scheduled_sequences = 0
-        self._deadlines_met = 0
-        self._deadlines_missed = 0
         self._finished: Counter[str] = Counter()
         self._reached: dict[str, int] = {}  # tokens of a live request that were computed once
         self._queue_seconds: dict[int, Histogram] = {}
@@ -76,7 +72,7 @@ class EngineMetrics:
 
     def scheduled(self, request: Request, metrics: RequestMetrics, now: float) -> None:
         """A request is in a step for the first time."""
-        metrics.scheduled_time = now
+        metrics.first_scheduled_time = now
         priority = getattr(request, "priority", 0)
         if priority not in self._queue_seconds:
             self._queue_seconds[priority] = Histogram(REQUEST_BOUNDS)
@@ -97,20 +93,17 @@ class EngineMetrics:
         assert finish is not None
         self._finished[finish.reason] += 1
         self._reached.pop(request.request_id, None)
-        if getattr(request, "deadline", math.inf) < math.inf:
-            self._deadlines_met += finish.reason in _MET
-            self._deadlines_missed += finish.reason in ("deadline", "queue_timeout")
         of = self._of_requests
         of["prompt_tokens"].observe(request.num_prompt_tokens)
         of["output_tokens"].observe(request.num_output_tokens)
         if times.finished_time is None:
             return
         of["request_seconds"].observe(times.finished_time - times.arrival_time)
-        if times.scheduled_time is None or times.first_token_time is None:
+        if times.first_scheduled_time is None or times.first_token_time is None:
             return
-        of["queue_seconds"].observe(times.scheduled_time - times.arrival_time)
-        of["prefill_seconds"].observe(times.first_token_time - times.scheduled_time)
-        of["inference_seconds"].observe(times.finished_time - times.scheduled_time)
+        of["queue_seconds"].observe(times.first_scheduled_time - times.arrival_time)
+        of["prefill_seconds"].observe(times.first_token_time - times.first_scheduled_time)
+        of["inference_seconds"].observe(times.finished_time - times.first_scheduled_time)
         decode_seconds = times.finished_time - times.first_token_time
         of["decode_seconds"].observe(decode_seconds)
         if request.num_output_tokens > 1:
@@ -130,8 +123,6 @@ class EngineMetrics:
             discarded_tokens=self._discarded_tokens,
             launched_tokens=self._launched_tokens,
             scheduled_sequences=self._scheduled_sequences,
-            deadlines_met=self._deadlines_met,
-            deadlines_missed=self._deadlines_missed,
             finished=dict(self._finished),
             histograms={name: each.value() for name, each in histograms.items()},
             queue_seconds={

@@ -44,7 +44,7 @@ class RequestMetrics:
     """Monotonic times in seconds."""
 
     arrival_time: float
-    scheduled_time: float | None = None
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
@@ -89,8 +89,6 @@ class EngineCounts:
     discarded_tokens: int = 0
     launched_tokens: int = 0
     scheduled_sequences: int = 0
-    deadlines_met: int = 0
-    deadlines_missed: int = 0
     finished: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     histograms: Mapping[str, HistogramValue] = field(default_factory=lambda: MappingProxyType({}))
     queue_seconds: Mapping[int, HistogramValue] = field(

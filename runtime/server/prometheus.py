@@ -51,6 +51,9 @@ _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Times that a request lost its blocks."),
     "prefix_cache_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked for."),
     "prefix_cache_hits": ("vllm:prefix_cache_hits", "Prompt tokens found."),
+    "deadlines_met": ("octavo:deadlines_met", "Requests that ended before their deadline."),
+    "deadlines_missed": ("octavo:deadlines_missed", "Requests that did not."),
+    "queue_timeouts": ("octavo:queue_timeouts", "Requests that waited too long to be started."),
     "num_steps": ("octavo:steps", "Steps of the engine."),
     "prefill_seconds": ("octavo:prefill_step_seconds", "Seconds of steps with a part of a prompt."),
     "decode_seconds": ("octavo:decode_step_seconds", "Seconds of all other steps."),
@@ -61,8 +64,6 @@ _OWN_COUNTERS = {
     "recomputed_tokens": ("octavo:recomputed_tokens", "Computed again after a preemption."),
     "discarded_tokens": ("octavo:discarded_tokens", "Sampled for requests that had ended."),
     "scheduled_sequences": ("octavo:scheduled_sequences", "Sequences of all steps, added up."),
-    "deadlines_met": ("octavo:deadlines_met", "Requests that ended before their deadline."),
-    "deadlines_missed": ("octavo:deadlines_missed", "Requests that did not."),
 }
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Requests that run."),

@@ -10,9 +10,12 @@ from command_line import ROOT
 from tests.runtime.server.running_server import InThread
 
 NAME = re.compile(r"\b(?:vllm|octavo):\w+")
-# Said only where there is a GPU, or once the prefix cache is asked.
+# Said only where there is a GPU, or by an engine with a prefix cache and deadlines.
 ELSEWHERE = {"octavo:gpu_memory_bytes", "octavo:gpu_utilization"}
-PREFIX_CACHE = {"vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"}
+SCHEDULER = {
+    *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    *("octavo:deadlines_met_total", "octavo:deadlines_missed_total"),
+}
 
 
 def test_every_figure_of_the_dashboard_is_served(toy_server: InThread) -> None:
@@ -25,6 +28,6 @@ def test_every_figure_of_the_dashboard_is_served(toy_server: InThread) -> None:
     with toy_server.http() as client:
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         served = set(NAME.findall(client.get("/metrics").text))
-    missing = wanted - served - ELSEWHERE - PREFIX_CACHE
+    missing = wanted - served - ELSEWHERE - SCHEDULER
     assert not missing
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
