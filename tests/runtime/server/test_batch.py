@@ -104,7 +104,7 @@ def test_going_on_after_an_interruption(shared_toy: Path, tmp_path: Path) -> Non
 
 def test_lines_of_more_prompts_than_there_is_room_for(shared_toy: Path, tmp_path: Path) -> None:
     requests = [
-        BatchRequest(f"r{count}", "/v1/completions", completion(["a"] * count))
+        BatchRequest(f"r{count}", "/v1/completions", completion(["a"] * count, 60))
         for count in (3, 4, 5, 2, 1)
     ]
 

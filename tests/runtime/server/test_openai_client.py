@@ -249,7 +249,7 @@ def test_several_continuations(client: openai.OpenAI) -> None:
 def test_an_answer_by_a_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
-        "properties": {"answer": {"type": "integer"}, "sure": {"type": "boolean"}},
+        "properties": {"answer": {"enum": [41, 42]}, "sure": {"type": "boolean"}},
         "required": ["answer", "sure"],
         "additionalProperties": False,
     }
@@ -257,12 +257,13 @@ def test_an_answer_by_a_json_schema(client: openai.OpenAI) -> None:
     found = chat(client, response_format=wanted, max_tokens=60, temperature=1, seed=1)
     value = json.loads(found.choices[0].message.content)
     assert set(value) == {"answer", "sure"}
-    assert isinstance(value["answer"], int)
+    assert value["answer"] in (41, 42)
     assert isinstance(value["sure"], bool)
     tool = {"type": "function", "function": {"name": "reply", "parameters": schema}}
     named = {"type": "function", "function": {"name": "reply"}}
     for choice in ("required", named):
-        found = chat(client, tools=[tool], tool_choice=choice, max_tokens=100, seed=1)
+        more = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        found = chat(client, **more, max_tokens=200, temperature=1, seed=1)
         [call] = found.choices[0].message.tool_calls
         assert call.function.name == "reply"
         assert set(json.loads(call.function.arguments)) == {"answer", "sure"}
@@ -310,7 +311,7 @@ def test_many_at_once(server: Process, llm: LLM) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
         ({"extra_body": {"temprature": 1}}, "unknown argument: temprature"),
         ({"extra_body": {"temperature": "hot"}}, "temperature: input should be a valid number"),
-        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop token id"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, r"stop.token.id"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
