@@ -119,11 +119,16 @@ class Authentication:
         await error_response(error)(scope, receive, send)
 
     def _knows(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip())
+        digest = _digest(_bearer_key(headers))
         # All of them, also after a hit: when the answer comes tells nothing.
         hits = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(hits)
+        return any(hits)
+
+
+def _bearer_key(headers: Headers) -> str:
+    """What is sent as a key, however it is written; empty when there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:
@@ -191,7 +196,7 @@ class RateLimit:
 
     def _client(self, scope: Scope) -> str:
         if self._uses_keys:
-            return Headers(scope=scope).get("authorization", "")
+            return _bearer_key(Headers(scope=scope))
         client: Sequence[Any] | None = scope.get("client")
         return str(client[0]) if client else ""
 

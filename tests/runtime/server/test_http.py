@@ -87,7 +87,8 @@ def test_a_client_that_asks_too_often(shared_toy: Path) -> None:
     with in_thread(shared_toy, requests_per_minute=2, api_keys=("a", "b")) as server:
         codes = [post(server, SHORT, Authorization="Bearer a").status_code for _ in range(3)]
         assert codes == [200, 200, 429]
-        answer = post(server, SHORT, Authorization="Bearer a")
+        answer = post(server, SHORT, Authorization="bearer  a")  # the same key, written otherwise
+        assert answer.status_code == 429
         assert 1 <= int(answer.headers["retry-after"]) <= 30
         assert post(server, SHORT, Authorization="Bearer b").status_code == 200
         with server.http() as client:
