@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 
 from octavo.runtime.output_processor import OutputKind
@@ -95,7 +95,10 @@ def join_outputs(
         if before is not None and kind == "delta":
             completion = _join_deltas(before, completion)
         by_index[completion.index] = completion
-    return replace(second, outputs=[by_index[index] for index in sorted(by_index)])
+    # What was said once is not said again, such as the log-probabilities of the prompt.
+    names = [field.name for field in fields(RequestOutput)]
+    once = {name: getattr(first, name) for name in names if getattr(second, name) is None}
+    return replace(second, **once, outputs=[by_index[index] for index in sorted(by_index)])
 
 
 def _join_deltas(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:

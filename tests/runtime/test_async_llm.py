@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +388,9 @@ def test_a_slow_consumer_gets_deltas_joined() -> None:
         completion = CompletionOutput(index, text, [token], -1.0, logprobs, finish)
         return RequestOutput("id", "p", [1], [completion], finish is not None)
 
-    first = join_outputs(delta("a", 0, 5), delta("b", 1, 6), "delta")
+    said_once = replace(delta("b", 1, 6), prompt=None)
+    first = join_outputs(delta("a", 0, 5), said_once, "delta")
+    assert first.prompt == "p"
     joined = join_outputs(first, delta("c", 0, 7, "stop"), "delta")
     assert [(c.index, c.text, c.token_ids) for c in joined.outputs] == [
         (0, "ac", [5, 7]),

@@ -220,6 +220,23 @@ def test_echo(client: openai.OpenAI, llm: LLM) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
 
 
+@pytest.mark.skipif(
+    not supports(prompt_logprobs=1), reason="SamplingParams has no prompt_logprobs yet"
+)
+def test_echo_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+    expected = said(llm, logprobs=1, prompt_logprobs=1, max_tokens=4)
+    num_prompt_tokens = len(llm.get_tokenizer().encode(PROMPT))
+    whole = complete(client, echo=True, logprobs=1, max_tokens=4).choices[0].logprobs
+    assert whole.token_logprobs[0] is None
+    assert len(whole.tokens) == num_prompt_tokens + 4
+    values = [e[t].logprob for t, e in zip(expected.token_ids, expected.logprobs, strict=True)]
+    assert whole.token_logprobs[-4:] == pytest.approx(values, abs=1e-4)
+    streamed: list[Any] = []
+    for chunk in complete(client, echo=True, logprobs=1, max_tokens=4, stream=True):
+        streamed += chunk.choices[0].logprobs.token_logprobs
+    assert streamed[1:] == pytest.approx(whole.token_logprobs[1:], abs=1e-4)
+
+
 def test_a_seed_gives_the_same_again(client: openai.OpenAI) -> None:
     texts = [complete(client, temperature=1, seed=s).choices[0].text for s in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
