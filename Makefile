@@ -20,7 +20,7 @@ install: $(STAMP) ## Make .venv and install everything into it
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench,serve]'
 	touch $@
 
 $(CACHE)/demo.gguf: | $(STAMP)

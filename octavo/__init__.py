@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.compile import compile_model
-    from octavo.llm import LLM
+    from octavo.llm import LLM, AsyncLLM
     from octavo.runtime.beam_search import BeamSearchParams
     from octavo.runtime.outputs import CompletionOutput, RequestOutput
     from octavo.runtime.sampling_params import SamplingParams
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "GuidedDecodingParams",
@@ -35,6 +36,7 @@ __all__ = [
 # this file it would then see every part of the project import every other.
 _HOMES = {
     "LLM": "octavo.llm",
+    "AsyncLLM": "octavo.llm",
     "BeamSearchParams": "octavo.runtime.beam_search",
     "CompletionOutput": "octavo.runtime.outputs",
     "GuidedDecodingParams": "octavo.runtime.structured_outputs",

@@ -7,6 +7,7 @@ from pathlib import Path
 from octavo.ir.errors import OctavoError
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.async_llm import AsyncLLM as ArtifactAsyncLLM
 from octavo.runtime.llm import LLM as ArtifactLLM
 from octavo.runtime.llm_options import LLMOptions
 
@@ -33,3 +34,9 @@ class LLM(ArtifactLLM):
 
             path = compiled(model, dtype=dtype, revision=options.revision)
         return super().open_artifact(path, options)
+
+
+class AsyncLLM(ArtifactAsyncLLM):
+    """The same for an event loop, see octavo.runtime.async_llm."""
+
+    llm_class = LLM

@@ -92,6 +92,7 @@ class CudaExecutor:
         self.kv_caches = kv_caches
         self.captured: CaptureReport | None = None
         self.memory: MemoryUse | None = None
+        self.num_launched_tokens = 0
         self._stream = stream
         self._inputs = inputs
         self._sizes: GraphSizes | None = None
@@ -130,6 +131,7 @@ class CudaExecutor:
                 run = step.run
             else:
                 step, run = self._steps[size]
+            self.num_launched_tokens = step.tensors.size.num_tokens
             self._copy_in(batch, rows, step.tensors.size)
             run()
             assert step.logits is not None

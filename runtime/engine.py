@@ -16,6 +16,7 @@ from octavo.runtime.executor import PendingStep, StepExecutor
 from octavo.runtime.grammars import Grammars
 from octavo.runtime.invariants import check_invariants
 from octavo.runtime.logit_rules import make_rules
+from octavo.runtime.metrics import EngineMetrics
 from octavo.runtime.output_processor import Finish, OutputKind, OutputProcessor
 from octavo.runtime.outputs import EngineStats, RequestOutput
 from octavo.runtime.parallel_sampling import ParallelSampling, join_outputs
@@ -40,6 +41,7 @@ class _Launched:
     plan: StepPlan
     pending: PendingStep
     started: float
+    num_tokens: int  # with padding
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Engine:
         self._num_steps = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._metrics = EngineMetrics()
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last_finish = 0.0
         self._deadlines = {"met": 0, "missed": 0}
@@ -120,11 +123,13 @@ class Engine:
         priority: int = 0,
         deadline_ms: float | None = None,
         queue_timeout_ms: float | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises InvalidRequest when it could never run.
 
-        ``cache_salt``: only requests with the same one share blocks of the prefix cache. The last
-        three say when it is to run: see octavo.runtime.policies.Urgency.
+        ``cache_salt``: only requests with the same one share blocks of the prefix cache. The next
+        three say when it is to run: see octavo.runtime.policies.Urgency. ``arrival_time`` is when
+        it came, by time.monotonic; None is now.
         """
         assert not self.is_live(request_id), "request ids are unique"
         count = params.best_of or params.n
@@ -134,7 +139,7 @@ class Engine:
             prompt,
             root_key(self._content_id, cache_salt=cache_salt),
             Urgency(priority, deadline_ms, queue_timeout_ms),
-            time.monotonic(),
+            time.monotonic() if arrival_time is None else arrival_time,
         )
         if group is None:
             samples = [self._processor(request_id, source, params, kind)]
@@ -225,6 +230,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
+        allocated = (blocks.num_usable_blocks - blocks.num_free_blocks) * blocks.block_size
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -242,6 +248,10 @@ class Engine:
             deadlines_met=self._deadlines["met"],
             deadlines_missed=self._deadlines["missed"],
             queue_timeouts=self._queue_timeouts,
+            num_used_slots=allocated - self._num_unused_slots(),
+            num_allocated_slots=allocated,
+            max_num_seqs=self.scheduler.config.max_num_seqs,
+            counts=self._metrics.value(),
         )
 
     def _processor(
@@ -288,6 +298,11 @@ class Engine:
             sample_of=sample_of,
         )
 
+    def _num_unused_slots(self) -> int:
+        """Slots of the running requests' blocks in which there is nothing yet."""
+        running = list(self.scheduler.running.values())  # any thread may ask
+        return sum(max(0, request.num_slots - request.num_computed_tokens) for request in running)
+
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()
         self._is_launch_open = True
@@ -298,9 +313,10 @@ class Engine:
             pending = self.executor.launch(self._batches.build(plan), rows)
         except Exception as error:
             raise self._failed(plan, error) from error
-        self._in_flight.append(_Launched(plan, pending, started))
+        self._in_flight.append(_Launched(plan, pending, started, self.executor.num_launched_tokens))
         self.scheduler.begin(plan)
         self._is_launch_open = False
+        self._count_prefill(plan, started)
 
     def _finish_oldest(self) -> list[RequestOutput]:
         launched = self._in_flight[0]
@@ -318,10 +334,12 @@ class Engine:
         self._in_flight.popleft()
         now = time.monotonic()
         self._count(launched, now)
+        self._metrics.discarded(len(taken) - sum(taken))
         outputs = self._take_prompt_rows(plan, prompt_rows)
         for request, token, is_taken in zip(requests, sampled, taken, strict=True):
             if is_taken and request.request_id in self._live:
                 self._output_tokens += token.error is None
+                self._count_token(request, launched.started, now)
                 outputs.append(self._commit(request.request_id, token, now))
         return [output for output in outputs if output is not None]
 
@@ -343,15 +361,38 @@ class Engine:
 
     def _failed(self, plan: StepPlan, error: Exception) -> EngineError:
         """End the requests of a step that failed."""
-        for request in {s.request.request_id for s in plan.sequences} & self._live.keys():
-            self._end(request, Finish("error", str(error)))
+        for sequence in plan.sequences:
+            request_id = sequence.request.request_id
+            processor = self._live.get(request_id)
+            # Its id may be another's by now, if it was ended while the step ran.
+            if processor is not None and processor.request is sequence.request:
+                self._end(request_id, Finish("error", str(error)))
         return EngineError(
             f"a step of {len(plan.sequences)} sequences and {plan.num_tokens} tokens failed: "
             f"{type(error).__name__}: {error}"
         )
 
+    def _count_prefill(self, plan: StepPlan, now: float) -> None:
+        if not plan.has_prefill:
+            return
+        for sequence in plan.sequences:
+            request, start, num_tokens, _, is_sampled, *_ = sequence
+            if num_tokens == 1 and is_sampled and start > 0:
+                continue
+            metrics = self._live[request.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                self._metrics.scheduled(request, metrics, now)
+            self._metrics.prefill(sequence)
+
+    def _count_token(self, request: Request, started: float, now: float) -> None:
+        metrics = self._live[request.request_id].metrics
+        if metrics.first_scheduled_time is None:  # a prompt of one token runs like a decode
+            self._metrics.scheduled(request, metrics, started)
+        self._metrics.token(metrics, now)
+
     def _count(self, launched: _Launched, now: float) -> None:
         self._num_steps += 1
+        self._metrics.step(launched.plan, launched.num_tokens)
         # Steps overlap: each counts from the end of the one before, so that they add up.
         seconds = now - max(launched.started, self._last_finish)
         self._seconds["prefill" if launched.plan.has_prefill else "decode"] += seconds
@@ -391,6 +432,7 @@ class Engine:
         self.scheduler.finish(processor.request)
         if processor.finish is None:
             processor.end(finish, time.monotonic())
+        self._metrics.finished(processor)
         self._count_end(processor)
         return self._shown(processor)
 

@@ -29,3 +29,15 @@ def require(holds: bool, problem: str) -> None:
     """Raise InvariantError unless ``holds``. Unlike ``assert`` it is there under ``python -O``."""
     if not holds:
         raise InvariantError(problem)
+
+
+class QueueFull(OctavoError):
+    """As many requests wait as may; the request was not taken, and may be sent again later."""
+
+
+class EngineStopped(OctavoError):
+    """The engine takes no more requests: it drains, or was shut down."""
+
+
+class EngineDeadError(EngineError):
+    """The engine cannot run any step any more; its process has to be started again."""

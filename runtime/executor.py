@@ -24,7 +24,12 @@ class PendingStep(Protocol):
 
 
 class StepExecutor(Protocol):
-    """What the engine asks of a device."""
+    """What the engine asks of a device.
+
+    ``num_launched_tokens`` are those of the last launch, its padding counted.
+    """
+
+    num_launched_tokens: int
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:
         """Start a step and the sampling of its R rows. Steps run in the order of their launches."""
@@ -55,6 +60,7 @@ class Executor:
         device: torch.device,
     ) -> None:
         self.device = device
+        self.num_launched_tokens = 0
         self._sampled = np.empty(0, dtype=np.int64)  # of the last step, for `source_rows`
         with torch.inference_mode():
             self._step = program(
@@ -68,6 +74,7 @@ class Executor:
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:
         """Run a step and sample its rows."""
+        self.num_launched_tokens = len(batch.ids)
         logits = self.execute(with_known_ids(batch, self._sampled))
         tokens = sample(logits, rows) if rows else []
         self._sampled = np.array([token.token_id for token in tokens], dtype=np.int64)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,44 @@ class LLM:
         self._close((), before)
         decode = None if self._tokenizer is None else self._tokenizer.decode
         return [each.best(decode) for each in searches]
+
+    def prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> tuple[Prompt, SamplingParams]:
+        """One prompt tokenised, and its parameters checked, as ``generate`` does it.
+
+        A Prompt is taken as it is. Runs nothing, so any thread may call it at any time. Raises
+        InvalidRequest.
+        """
+        parsed = [prompt] if isinstance(prompt, Prompt) else self._parse(prompt)
+        if len(parsed) != 1:
+            raise InvalidRequest(f"one prompt is wanted here, got {len(parsed)}")
+        return parsed[0], self._params_for(sampling_params, 1)[0]
+
+    def prepare_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
+        """A conversation as a prompt; ``rendering`` as for ``chat``. Any thread may call it."""
+        return self._parse_chat(messages, **rendering)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        kind: OutputKind,
+        **arrival: Any,
+    ) -> None:
+        """Queue what ``prepare`` gave; ``arrival`` goes to Engine.add_request.
+
+        The caller has the engine to itself meanwhile. Raises InvalidRequest.
+        """
+        self.engine.add_request(
+            request_id,
+            prompt.token_ids,
+            params,
+            prompt=prompt.text,
+            kind=kind,
+            **{"cache_salt": prompt.cache_salt, **asdict(prompt.urgency), **arrival},
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequest when there is none."""
@@ -345,17 +383,7 @@ class LLM:
         with self._engine_turn():
             request_id = str(self._num_requests)
             self._num_requests += 1
-            self.engine.add_request(
-                request_id,
-                prompt.token_ids,
-                params,
-                prompt=prompt.text,
-                kind=kind,
-                cache_salt=prompt.cache_salt,
-                priority=prompt.urgency.priority,
-                deadline_ms=prompt.urgency.deadline_ms,
-                queue_timeout_ms=prompt.urgency.queue_timeout_ms,
-            )
+            self.submit(request_id, prompt, params, kind)
             self._inboxes[request_id] = deque()
         return request_id
 

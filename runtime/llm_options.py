@@ -172,7 +172,7 @@ IGNORED: dict[str, str] = {
     "trust_remote_code": "an artifact holds the only code that is run",
     "swap_space": "preempted requests are computed again, not swapped",
     "preemption_mode": "preempted requests are computed again",
-    "disable_log_stats": "statistics are given by LLM.stats(), not logged",
+    "disable_log_stats": "statistics are given by LLM.stats() and /metrics, not logged",
     "tokenizer_mode": "tokenizer.json is always read by the tokenizers package",
     "tokenizer_revision": "the tokenizer is the artifact's own",
     "download_dir": "an artifact is not downloaded",

@@ -140,7 +140,6 @@ class OutputProcessor:
         """What there is to show: for "delta" what is new, for "final" nothing before the end."""
         if self.kind == "final" and self.finish is None:
             return None
-        self.metrics.first_scheduled_time = self.request.first_scheduled_time
         token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
         prompt_logprobs = self._prompt_logprobs
         if self.kind == "delta":

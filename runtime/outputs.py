@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
+
+from octavo.runtime.histogram import HistogramValue
 
 
 class Logprob(NamedTuple):
@@ -43,6 +47,7 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
 
@@ -77,6 +82,29 @@ class GenerationStats:
 
 
 @dataclass(frozen=True)
+class EngineCounts:
+    """What an engine has counted since it was made.
+
+    Of ``computed_tokens`` that went through the program, ``recomputed_tokens`` had gone through it
+    before their request was preempted; ``discarded_tokens`` were sampled for nobody, since their
+    request had ended. ``launched_tokens`` counts padding as well. ``scheduled_sequences`` is the
+    sum over all steps. Histograms are by name, in seconds or tokens; those of ``queue_seconds`` by
+    priority.
+    """
+
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    discarded_tokens: int = 0
+    launched_tokens: int = 0
+    scheduled_sequences: int = 0
+    finished: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    histograms: Mapping[str, HistogramValue] = field(default_factory=lambda: MappingProxyType({}))
+    queue_seconds: Mapping[int, HistogramValue] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made, and its state now.
 
@@ -101,8 +129,31 @@ class EngineStats:
     deadlines_met: int = 0
     deadlines_missed: int = 0
     queue_timeouts: int = 0
+    num_used_slots: int = 0  # hold a token's K and V
+    num_allocated_slots: int = 0  # blocks in use, by their size
+    max_num_seqs: int = 0
+    counts: EngineCounts = field(default_factory=EngineCounts)
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks in use."""
         return 1.0 - self.num_free_blocks / self.num_total_blocks
+
+    @property
+    def kv_fragmentation(self) -> float:
+        """Share of the allocated slots that hold nothing."""
+        if self.num_allocated_slots == 0:
+            return 0.0
+        return 1.0 - self.num_used_slots / self.num_allocated_slots
+
+    @property
+    def token_efficiency(self) -> float:
+        """Tokens of steps over tokens launched, which is more by the padding."""
+        launched = self.counts.launched_tokens
+        return self.counts.computed_tokens / launched if launched else 1.0
+
+    @property
+    def sequence_efficiency(self) -> float:
+        """Sequences of steps over those that a step could have had."""
+        possible = self.num_steps * self.max_num_seqs
+        return self.counts.scheduled_sequences / possible if possible else 0.0

@@ -89,9 +89,16 @@ class Tokenizer:
         text: str = self._raw.to_str()
         return text
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The model's chat templates by name; one alone is "default"."""
+        return dict(self._templates)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with the special tokens that the tokenizer's post-processor adds."""
-        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, the batch lets other threads run: a long prompt must not stop the engine.
+        [encoding] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:

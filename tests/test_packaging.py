@@ -71,7 +71,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module_and_template(tmp_path: Path) -> None:
+def test_the_wheel_holds_every_module_template_and_page(tmp_path: Path) -> None:
     python(
         *("-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)),
         cwd=tmp_path,
@@ -79,7 +79,7 @@ def test_the_wheel_holds_every_module_and_template(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("octavo-*.whl")
     names = python("-m", "zipfile", "-l", str(wheel), cwd=tmp_path)
     for package, folder in SETUPTOOLS["package-dir"].items():
-        for pattern in ("*.py", "*.j2"):
+        for pattern in ("*.py", "*.j2", "*.html"):
             for path in (ROOT / folder).rglob(pattern):
                 inside = Path(package.replace(".", "/")) / path.relative_to(ROOT / folder)
                 assert inside.as_posix() in names

@@ -17,6 +17,8 @@ from octavo.cli.check import check
 from octavo.cli.compile import compile_command
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
+from octavo.cli.serve import serve
+from octavo.cli.top import top
 from octavo.cli.tune import tune
 from octavo.cli.two_words import TwoWordGroup
 from octavo.ir.errors import OctavoError
@@ -62,7 +64,8 @@ app.command(
 app.command(
     "generate",
     epilog='Examples:\n\noctavo generate smollm2 -p "Once upon a time"\n\n'
-    'octavo generate smollm2 -p "One" -p "Two" --max-tokens 32 --temperature 0.8 --seed 1',
+    'octavo generate smollm2 -p "One" -p "Two" --max-tokens 32 --temperature 0.8 --seed 1\n\n'
+    "octavo generate smollm2 --input prompts.jsonl --output answers.jsonl",
 )(generate)
 app.command(
     "chat",
@@ -70,6 +73,14 @@ app.command(
     'octavo chat smollm2 -p "What is the capital of France?" --stats\n\n'
     'octavo chat smollm2 --system "Answer in one word." --temperature 0.7',
 )(chat)
+app.command(
+    "serve",
+    epilog="Examples:\n\noctavo serve smollm2\n\n"
+    "octavo serve smollm2 --host 0.0.0.0 --api-key-file keys.txt --drain-timeout 120\n\n"
+    "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{"prompt": "Once"}\'',
+)(serve)
+app.command("top", epilog="Example:\n\noctavo top localhost:8000")(top)
 app.command("check", epilog="Example:\n\noctavo check smollm2")(check)
 app.command(
     "inspect",

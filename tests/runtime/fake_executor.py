@@ -65,10 +65,12 @@ class FakeExecutor:
         self.result_fault: BaseException | None = None
         self.interrupt: BaseException | None = None
         self.num_tokens_computed = 0
+        self.num_launched_tokens = 0
         self._sampled = np.empty(0, dtype=np.int64)
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> FakeStep:
         batch = with_known_ids(batch, self._sampled)
+        self.num_launched_tokens = len(batch.ids)
         slots = batch.slot_mapping.tolist()
         assert len(set(slots)) == len(slots), "two tokens are written to one slot"
         assert min(slots) >= self.block_size, "a token is written to the null block"

@@ -1,0 +1,292 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.runtime.outputs import CompletionOutput
+from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.server.api_errors import ApiError
+from octavo.runtime.server.context import (
+    ServerContext,
+    Usage,
+    finished,
+    interleaved,
+    new_id,
+    note,
+    without_failure,
+)
+from octavo.runtime.server.event_stream import EventStream, event, unless_disconnected
+from octavo.runtime.server.logprobs import chat_logprobs
+from octavo.runtime.server.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest
+from octavo.runtime.server.sampling import arrival_of, chat_params
+from octavo.runtime.server.tool_parsers import PARSERS, ForcedParser, ToolCall, ToolParser
+
+
+async def create_chat_completion(
+    context: ServerContext, body: ChatCompletionRequest, request: Request
+) -> Response:
+    """Answer a conversation; streamed or whole."""
+    name = context.model_name(body.model)
+    params = chat_params(body, context.default_params)
+    parser = _parser_of(body, context.tool_parser)
+    if parser is not None and parser().keeps_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    answer = _Answer(context, body, request, name, params, parser)
+    if body.stream:
+        return EventStream(answer.events(), context.explain)
+    return await unless_disconnected(request.receive, answer.whole())
+
+
+def rendering(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    """The keywords of AsyncLLM.prepare_chat that a body gives."""
+    uses_tools = bool(body.tools) and getattr(body, "tool_choice", None) != "none"
+    continues = bool(body.continue_final_message)
+    adds = body.add_generation_prompt
+    found: dict[str, Any] = {
+        "add_generation_prompt": not continues if adds is None else adds,
+        "continue_final_message": continues,
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if uses_tools
+        else None,
+    }
+    if body.chat_template is not None:
+        found["chat_template"] = body.chat_template
+    kwargs = dict(body.chat_template_kwargs or {})
+    effort = getattr(body, "reasoning_effort", None)
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    found["chat_template_kwargs"] = kwargs
+    return found
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates know them: OpenAI's "developer" is their "system", and the arguments
+    of a tool call are an object, not JSON text."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(message)
+    if changed.get("role") == "developer":
+        changed["role"] = "system"
+    calls = changed.get("tool_calls")
+    if isinstance(calls, list):
+        changed["tool_calls"] = [_with_object_arguments(call) for call in calls]
+    return changed
+
+
+def _with_object_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise ApiError(
+            400, "the arguments of a tool call in messages are not JSON", param="messages"
+        ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Choice:
+    """What has been told of one continuation."""
+
+    def __init__(self, parser: ToolParser | None) -> None:
+        self.parser = parser
+        self.num_calls = 0
+        self.has_begun = False
+
+    def take(self, completion: CompletionOutput) -> tuple[str, list[dict[str, Any]]]:
+        """The content and the tool calls that new text completes."""
+        if self.parser is None:
+            return completion.text, []
+        content, calls = self.parser.feed(completion.text)
+        if completion.finished():
+            last_content, last_calls = self.parser.finish()
+            content, calls = content + last_content, calls + last_calls
+        return content, [self._call(call) for call in calls]
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        self.num_calls += 1
+        return {
+            "id": new_id("call"),
+            "type": "function",
+            "index": self.num_calls - 1,
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+class _Answer:
+    """One request on its way."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        request: Request,
+        name: str,
+        params: SamplingParams,
+        parser: Any,
+    ) -> None:
+        self._context = context
+        self._body = body
+        self._request = request
+        self._params = params
+        self._parser = parser
+        self._arrival = arrival_of(body)
+        self._usage = Usage()
+        self._head = {
+            "id": new_id("chatcmpl"),
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        async with self._context.submitted(
+            [await self._prompt()], self._params, "final", self._arrival
+        ) as streams:
+            [output] = await finished(streams)
+        self._usage.count(0, output)
+        choices = [self._whole_choice(completion) for completion in output.outputs]
+        usage = self._usage.to_dict()
+        self._note(usage)
+        return JSONResponse({**self._head, "choices": choices, "usage": usage})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer in events."""
+        options = self._body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        is_continuous = options is not None and bool(options.continuous_usage_stats)
+        empty = {"usage": None} if wants_usage else {}
+        choices: dict[int, _Choice] = {}
+        async with self._context.submitted(
+            [await self._prompt()], self._params, "delta", self._arrival
+        ) as streams:
+            async for number, output in interleaved(streams):
+                self._usage.count(number, output)
+                tail = {"usage": self._usage.to_dict()} if is_continuous else empty
+                for delta in output.outputs:
+                    completion, error = without_failure(delta)
+                    if completion.index not in choices:
+                        choices[completion.index] = self._new_choice()
+                    if error is None or completion.text:
+                        for choice in self._deltas(choices[completion.index], completion):
+                            yield event({**self._head, "choices": [choice], **tail})
+                    if error is not None:
+                        raise error
+        usage = self._usage.to_dict()
+        self._note(usage)
+        if wants_usage:
+            yield event({**self._head, "choices": [], "usage": usage})
+
+    async def _prompt(self) -> Any:
+        messages = template_messages(self._body.messages)
+        note(self._request, prompt=messages)
+        prompt = await self._context.engine.prepare_chat(messages, **rendering(self._body))
+        salt = self._body.cache_salt
+        if salt is None:
+            return prompt
+        ids = list(prompt.token_ids)
+        return {"prompt": prompt.text, "prompt_token_ids": ids, "cache_salt": salt}
+
+    def _new_choice(self) -> _Choice:
+        return _Choice(None if self._parser is None else self._parser())
+
+    def _deltas(self, choice: _Choice, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The chunks' choices that an output of a continuation makes."""
+        deltas: list[dict[str, Any]] = []
+        index = completion.index
+        if not choice.has_begun:
+            choice.has_begun = True
+            start = {"role": "assistant", "content": ""}
+            deltas.append({"index": index, "delta": start, "logprobs": None, "finish_reason": None})
+        content, calls = choice.take(completion)
+        logprobs = self._logprobs(completion)
+        if not (content or calls or logprobs or completion.finished()):
+            return deltas
+        delta: dict[str, Any] = {}
+        if content or not calls:
+            delta["content"] = content
+        if calls:
+            delta["tool_calls"] = calls
+        deltas.append(
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason(completion.finish_reason),
+            }
+        )
+        if completion.stop_reason is not None:
+            deltas[-1]["stop_reason"] = completion.stop_reason
+        return deltas
+
+    def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        choice = self._new_choice()
+        content, calls = choice.take(completion)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = [
+                {key: value for key, value in call.items() if key != "index"} for call in calls
+            ]
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": choice.finish_reason(completion.finish_reason),
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not self._body.logprobs or not completion.logprobs:
+            return None
+        return chat_logprobs(
+            completion.token_ids,
+            completion.logprobs,
+            self._context.engine.get_tokenizer(),
+            self._body.top_logprobs or 0,
+        )
+
+    def _note(self, usage: dict[str, Any]) -> None:
+        note(
+            self._request,
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+        )
+
+
+def _parser_of(body: ChatCompletionRequest, configured: str | None) -> Any:
+    """What makes a parser for each continuation; None when there are no calls to expect."""
+    choice = body.tool_choice
+    if not body.tools or choice == "none":
+        return None
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        return lambda: ForcedParser(name)
+    if choice == "required":
+        return lambda: ForcedParser(None)
+    if configured is None:
+        raise ApiError(
+            400,
+            "the model's chat template has no tool-call format that is known here; use tool_choice "
+            '"none" or "required", or start the server with --tool-call-parser',
+            param="tools",
+        )
+    return PARSERS[configured]

@@ -1,0 +1,161 @@
+"""What all endpoints share: the engine, the model's names, and how requests get to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from octavo.runtime.async_llm import AsyncLLM
+from octavo.runtime.output_processor import OutputKind
+from octavo.runtime.outputs import CompletionOutput, RequestOutput
+from octavo.runtime.request_stream import RequestStream
+from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.server.api_errors import ApiError, api_error_of, unfinished
+
+
+@dataclass
+class ServerContext:
+    """``model_names`` are what a request may call the model; the first is how it calls itself."""
+
+    engine: AsyncLLM
+    model_names: tuple[str, ...]
+    tool_parser: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.default_params: SamplingParams = self.engine.get_default_sampling_params()
+
+    def model_name(self, wanted: str | None) -> str:
+        """The name to answer with. Raises ApiError when there is no such model."""
+        if wanted is None:
+            return self.model_names[0]
+        if wanted not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {wanted!r:.200} does not exist; there is {self.model_names[0]!r}",
+                code="model_not_found",
+                param="model",
+            )
+        return wanted
+
+    def explain(self, error: Exception) -> ApiError:
+        """How an error is told, with an estimate of when the queue has room again."""
+        return api_error_of(error, self.engine.expected_wait_seconds)
+
+    @asynccontextmanager
+    async def submitted(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        kind: OutputKind,
+        arrival: dict[str, Any],
+    ) -> AsyncIterator[list[RequestStream]]:
+        """The engine's streams of some prompts; those that are not finished end with the block."""
+        streams: list[RequestStream] = []
+        try:
+            for prompt in prompts:
+                stream = await self.engine.add_request(
+                    None, prompt, params, output_kind=kind, **arrival
+                )
+                streams.append(stream)
+            yield streams
+        finally:
+            for stream in streams:
+                stream.close()
+
+
+async def finished(streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """The last outputs. Raises ApiError when one of them is not what was asked for."""
+    outputs = []
+    for stream in streams:
+        async for output in stream:
+            last = output
+        for completion in last.outputs:
+            _, error = without_failure(completion)
+            if error is not None:
+                raise error
+        outputs.append(last)
+    return outputs
+
+
+def without_failure(completion: CompletionOutput) -> tuple[CompletionOutput, ApiError | None]:
+    """A delta, and the error with which its continuation ended, if it did."""
+    error = unfinished(completion.finish_reason, completion.stop_reason)
+    if error is None:
+        return completion, None
+    return replace(completion, finish_reason=None, stop_reason=None), error
+
+
+async def interleaved(
+    streams: Sequence[RequestStream],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several streams as they come, with the stream's number."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: RequestStream) -> None:
+        try:
+            async for output in stream:
+                queue.put_nowait((number, output))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    pumps = [asyncio.ensure_future(pump(*numbered)) for numbered in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield number, item
+    finally:
+        for each in pumps:
+            each.cancel()
+
+
+class Usage:
+    """Tokens of a request so far."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._num_output_tokens = 0
+
+    def count(self, number: int, output: RequestOutput) -> None:
+        """Count what an output brings: of deltas each, of finals the one."""
+        cached = getattr(output, "num_cached_tokens", None) or 0
+        self._prompts[number] = len(output.prompt_token_ids), cached
+        self._num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(cached for _, cached in self._prompts.values())
+            },
+        }
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def note(request: Request, **facts: Any) -> None:
+    """Facts for the access log's line of this request."""
+    request.scope.setdefault("octavo.log", {}).update(facts)
