@@ -13,10 +13,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from filelock import FileLock
 
-if importlib.util.find_spec("triton") is not None:
-    from tests import triton_interpreter
+if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
+    from tests import quick_interpreter, triton_interpreter
 
     triton_interpreter.install()
+    quick_interpreter.install()
 
 ROOT = Path(__file__).resolve().parent.parent
 GGUF = ROOT / ".cache" / "demo.gguf"
