@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import pickle
 import subprocess
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 # Kernels are tested without a GPU; Triton reads this when it is first imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,11 +27,42 @@ ROOT = Path(__file__).resolve().parent.parent
 GGUF = ROOT / ".cache" / "demo.gguf"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What all the imports make lives on: garbage is not looked for there, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that all workers of this test session see."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session")
+def traced(session_dir: Path) -> Callable[[str, Any], Any]:
+    """``traced("llama", torch.float32)``: the zoo's model as `import_model` gives it.
+
+    All workers share one trace; each call has a copy of its own.
+    """
+    from octavo.frontend.trace import Imported, import_model
+    from tests.model_zoo import MORE, TINY
+
+    def trace(name: str, dtype: Any) -> Imported:
+        path = session_dir / f"{name}-{dtype}.pickle"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_bytes(pickle.dumps(import_model({**TINY, **MORE}[name](), dtype)))
+        imported: Imported = pickle.loads(path.read_bytes())
+        return imported
+
+    return trace
 
 
 @pytest.fixture(scope="session")

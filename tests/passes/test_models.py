@@ -5,14 +5,14 @@ The logits are those of the imported graph, one sequence at a time; see tests/st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from octavo.frontend.trace import import_model
 from octavo.ir.equal import structurally_equal
 from octavo.ir.graph import Graph
 from octavo.ir.interpret import WeightSource
@@ -46,8 +46,10 @@ MODELS = [*((name, "f32") for name in (*TINY, *MORE)), *((name, "bf16") for name
 
 
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
-def test_every_stage_gives_the_same_logits(name: str, dtype: str) -> None:
-    imported = import_model({**TINY, **MORE}[name](), DTYPES[dtype])
+def test_every_stage_gives_the_same_logits(
+    traced: Callable[[str, Any], Any], name: str, dtype: str
+) -> None:
+    imported = traced(name, DTYPES[dtype])
     graph = imported.graph
     weights = _Weights(RandomSource(graph), imported.buffers)
     want = stage_logits(graph, weights)
