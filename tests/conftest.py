@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import pickle
 import subprocess
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 # Kernels are tested without a GPU; Triton reads this when it is first imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,9 +21,10 @@ import pytest
 from filelock import FileLock
 
 if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
-    from tests import triton_interpreter
+    from tests import quick_interpreter, triton_interpreter
 
     triton_interpreter.install()
+    quick_interpreter.install()
 
 # Test processes compile side by side: together they start one worker for each processor.
 _NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -29,6 +34,17 @@ os.environ.setdefault(
 
 ROOT = Path(__file__).resolve().parent.parent
 GGUF = ROOT / ".cache" / "demo.gguf"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What all the imports make lives on: garbage is not looked for there, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +58,26 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_cache(session_dir: Path) -> None:
     """Keep the user's cache out of the tests, unless OCTAVO_CACHE says which to use."""
     os.environ.setdefault("OCTAVO_CACHE", str(session_dir / "octavo_cache"))
+
+
+@pytest.fixture(scope="session")
+def traced(session_dir: Path) -> Callable[[str, Any], Any]:
+    """``traced("llama", torch.float32)``: the zoo's model as `import_model` gives it.
+
+    All workers share one trace; each call has a copy of its own.
+    """
+    from octavo.frontend.trace import Imported, import_model
+    from tests.model_zoo import MORE, TINY
+
+    def trace(name: str, dtype: Any) -> Imported:
+        path = session_dir / f"{name}-{dtype}.pickle"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_bytes(pickle.dumps(import_model({**TINY, **MORE}[name](), dtype)))
+        imported: Imported = pickle.loads(path.read_bytes())
+        return imported
+
+    return trace
 
 
 @pytest.fixture(scope="session")

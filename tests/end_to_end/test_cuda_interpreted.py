@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 from hf_reference import HFReference
-from model_zoo import TINY, tiny_model
+from model_zoo import tiny_model
 from safetensors.torch import load_file
 from state_dict_weights import StateDictWeights
 from torch import Tensor
 
 from octavo.codegen.generate import generate
 from octavo.codegen.target import resolve_target
-from octavo.frontend.trace import import_model
+from octavo.frontend.trace import Imported
 from octavo.ir.graph import Graph
 from octavo.ir.types import DTYPES, KVType
 from octavo.passes.pipeline import run_pipeline
@@ -109,12 +110,14 @@ def _program(graph: Graph, model: Any, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize(("name", "dtype"), _cases())
-def test_every_kind_of_step(name: str, dtype: str, tmp_path: Path) -> None:
+def test_every_kind_of_step(
+    traced: Callable[[str, Any], Imported], name: str, dtype: str, tmp_path: Path
+) -> None:
     torch_dtype = DTYPES[dtype]
     model = tiny_model(name, seed=0, dtype=torch_dtype)
     model.save_pretrained(tmp_path / "checkpoint")
     reference = HFReference(tmp_path / "checkpoint", torch_dtype, SEQUENCES, num_new_tokens=1)
-    imported = import_model(TINY[name](), torch_dtype)
+    imported = traced(name, torch_dtype)
     run_pipeline(imported.graph, max_position=imported.max_position, target="cuda")
     runner = Runner(_program(imported.graph, model, tmp_path / f"{name}_{dtype}"))
     runner.step(14, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +12,23 @@ from state_dict_weights import StateDictWeights
 
 from octavo.frontend.check_trace import check_trace
 from octavo.frontend.refused import RefusedArchitecture
-from octavo.frontend.trace import Imported, import_model
+from octavo.frontend.trace import Imported
 
 DTYPES = [torch.float32, torch.bfloat16]
+Importing = Callable[[str, torch.dtype], tuple[Imported, Any]]
 
 
-def imported(name: str, dtype: torch.dtype) -> tuple[Imported, Any]:
-    model = tiny_model(name, dtype=dtype)
-    return import_model(model.config, dtype), model
+@pytest.fixture
+def imported(traced: Callable[[str, Any], Imported]) -> Importing:
+    """``imported("llama", torch.float32)``: the trace of a model, and the model."""
+    return lambda name, dtype: (traced(name, dtype), tiny_model(name, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama-tied", "gemma2", "gpt2"])
-def test_a_right_graph_passes_with_its_reference(name: str, dtype: torch.dtype) -> None:
+def test_a_right_graph_passes_with_its_reference(
+    imported: Importing, name: str, dtype: torch.dtype
+) -> None:
     traced, model = imported(name, dtype)
     check = check_trace(traced, model.config, dtype, StateDictWeights(model))
     assert check.distance.is_within(check.bound)
@@ -54,7 +59,7 @@ def test_a_right_graph_passes_with_its_reference(name: str, dtype: torch.dtype) 
     ],
 )
 def test_a_wrong_attention_is_refused(
-    name: str, attribute: str, value: float | None, dtype: torch.dtype
+    imported: Importing, name: str, attribute: str, value: float | None, dtype: torch.dtype
 ) -> None:
     traced, model = imported(name, dtype)
     for node in traced.graph.find("attention"):
@@ -63,7 +68,7 @@ def test_a_wrong_attention_is_refused(
         check_trace(traced, model.config, dtype, StateDictWeights(model))
 
 
-def test_forgotten_position_is_refused() -> None:
+def test_forgotten_position_is_refused(imported: Importing) -> None:
     traced, model = imported("gpt2", torch.float32)
     (table,) = [n for n in traced.graph.find("embedding") if n.inputs[0] is traced.graph.inputs[1]]
     traced.graph.set_inputs(table, [traced.graph.inputs[0], table.inputs[1]])

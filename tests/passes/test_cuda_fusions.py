@@ -6,14 +6,16 @@ have the norm of the next one behind them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from octavo.frontend.trace import import_model
+from octavo.frontend.trace import Imported
 from octavo.ir.graph import Graph, Node
 from octavo.passes.base import layer_of
 from octavo.passes.pipeline import Stage, run_pipeline
-from tests.model_zoo import MORE, TINY
 
 VIEWS = ("split", "slice", "reshape", "transpose", "unsqueeze", "squeeze", "gather_rows")
 
@@ -61,8 +63,7 @@ _OPERANDS = ("bias", "residual", "sumsq")
 TIED = ("llama-tied", "qwen2", "gemma2", "gemma3_text", "gpt2")
 
 
-def _fused(name: str, dtype: torch.dtype) -> Graph:
-    imported = import_model({**TINY, **MORE}[name](), dtype)
+def _fused(imported: Imported) -> Graph:
     run_pipeline(imported.graph, max_position=imported.max_position, target="cuda")
     return imported.graph
 
@@ -88,8 +89,10 @@ def _kernels(graph: Graph, layer: int | None) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_kernels_of_a_layer(name: str, dtype: torch.dtype) -> None:
-    graph = _fused(name, dtype)
+def test_kernels_of_a_layer(
+    traced: Callable[[str, Any], Imported], name: str, dtype: torch.dtype
+) -> None:
+    graph = _fused(traced(name, dtype))
     last = 3 if "gemma" in name else 1
     assert _kernels(graph, last) == LAYERS[name]
     tail = graph.nodes[-1]
@@ -104,14 +107,16 @@ def test_kernels_of_a_layer(name: str, dtype: torch.dtype) -> None:
     assert tail.attrs.get("cap") == (30.0 if name == "gemma2" else None)
 
 
-def test_a_fused_node_says_where_its_parts_came_from() -> None:
+def test_a_fused_node_says_where_its_parts_came_from(
+    traced: Callable[[str, Any], Imported],
+) -> None:
     seen: dict[str, tuple[str, ...]] = {}
 
     def look(stage: Stage) -> None:
         if graph.has_value("%layers.0.mlp.down_proj"):
             seen[stage.name] = graph.value("%layers.0.mlp.down_proj").origin.values
 
-    imported = import_model(TINY["llama"](), torch.bfloat16)
+    imported = traced("llama", torch.bfloat16)
     graph = imported.graph
     run_pipeline(graph, max_position=imported.max_position, target="cuda", on_stage=look)
     assert seen["fuse-linear-add"] == ("%layers.0.mlp.down_proj", "%layers.0")

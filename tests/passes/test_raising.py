@@ -7,14 +7,14 @@ in the layers that have them, one activation a layer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from octavo.frontend.trace import import_model
 from octavo.ir.graph import Graph
 from octavo.passes.pipeline import PIPELINE, Stage, run_pipeline
-from tests.model_zoo import MORE, TINY
 
 RAISING = PIPELINE[: PIPELINE.index("page-attention")]
 OPS = ("rms_norm", "layer_norm", "rotary", "gated_activation", "gelu", "relu", "softcap", "linear")
@@ -52,8 +52,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).split(".")[-1])
-def test_models_are_raised_whole(name: str, dtype: torch.dtype) -> None:
-    imported = import_model({**TINY, **MORE}[name](), dtype)
+def test_models_are_raised_whole(
+    traced: Callable[[str, Any], Any], name: str, dtype: torch.dtype
+) -> None:
+    imported = traced(name, dtype)
     graph = imported.graph
     stages = run_pipeline(graph, max_position=imported.max_position, passes=RAISING)
     assert _misses(stages) == []

@@ -347,17 +347,18 @@ def test_a_row_without_filters_is_drawn_as_in_an_unfiltered_batch(
     assert filtered == [*plain[:4], logits[4].argmax().item(), *plain[5:]]
 
 
-def test_of_equal_logits_greedy_takes_the_first(
-    modules: dict[int, Any], workspace: Workspace
-) -> None:
-    logits = torch.full((4, 5000), -3.0)
+@pytest.mark.parametrize("tiles", [1, 2, 5])
+def test_of_equal_logits_greedy_takes_the_first(workspace: Workspace, tiles: int) -> None:
+    """Of equal ones in other programs, in one tile, and in one lane of several tiles."""
+    module = chosen(rendered("sample", {"vocab_size": 5000}), BLOCK=1024, TILES=tiles)
+    logits = torch.full((5, 5000), -3.0)
     logits[0, [17, 1500, 4999]] = 2.0
     logits[1, [1024, 1023]] = 2.0
     logits[2, 3] = 0.0
     logits[2, 2] = -0.0
-    assert tokens(
-        modules[5000], workspace, logits, Rows(4, temperature=0.0), has_filters=False
-    ) == [17, 1023, 2, 0]
+    logits[4, [40, 1024 + 40, 3072 + 40]] = 2.0
+    found = tokens(module, workspace, logits, Rows(5, temperature=0.0), has_filters=False)
+    assert found == [17, 1023, 2, 0, 40]
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
