@@ -50,7 +50,7 @@ def generate(model: Any, prompt: list[int], **options: Any) -> Any:
             | {"logit_bias": {EOS: 4.0}},
         ),
     ],
-    ids=str,
+    ids=["repetition", "bias", "allowed", "minimum", "processor"],
 )
 def test_greedy_tokens(llm: LLM, model: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, **ours)
