@@ -172,6 +172,8 @@ def test_a_thread_gets_its_turn_before_another_is_done(llm: LLM) -> None:
     assert ended == ["short", "long"]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_stream_may_be_collected_in_the_middle_of_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
