@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,19 +172,25 @@ def test_a_thread_gets_its_turn_before_another_is_done(llm: LLM) -> None:
     assert ended == ["short", "long"]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_stream_may_be_collected_in_the_middle_of_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = shown(llm.generate([[1]], params))
+    gc.collect()
+    gc.freeze()  # or each collection looks through all that was ever imported
     cycle: list[Any] = [llm.stream([2], params)]
     cycle.append(cycle)
+    stream = weakref.ref(cycle[0])
     next(cycle[0])
     del cycle
     real = OutputProcessor.append
 
     def append(self: OutputProcessor, sampled: SampledToken, now: float) -> None:
         gc.collect()
+        assert stream() is None
         real(self, sampled, now)
 
     monkeypatch.setattr(OutputProcessor, "append", append)
