@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from octavo.runtime.step_inputs import (
     StepSize,
     StepTensors,
 )
+
+if TYPE_CHECKING:
+    from octavo.runtime.binaries import BoundKernels  # imports Triton
 
 
 class StepSampler(Protocol):
@@ -73,7 +76,7 @@ class CudaExecutor:
     A step is: one copy of its inputs from pinned memory, one graph (or its kernels one by one),
     filters for the rows that ask for them, and one copy of the tokens back. The host waits only in
     ``PendingStep.result``. All of it is on one stream, so steps need no other order. ``captured``
-    and ``memory`` say what its graphs and the load took.
+    and ``memory`` say what its graphs and the load took, ``kernels`` what had to be compiled.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class CudaExecutor:
         self.kv_caches = kv_caches
         self.captured: CaptureReport | None = None
         self.memory: MemoryUse | None = None
+        self.kernels: BoundKernels | None = None
         self.num_launched_tokens = 0
         self._stream = stream
         self._inputs = inputs

@@ -49,7 +49,9 @@ def load_executor(
     with timings.phase("kernels"):
         module = import_program(artifact.root, artifact.manifest)
         is_pinned = options.artifact_id is not None
-        bind_kernels(artifact, module, device, block_size=options.block_size, is_pinned=is_pinned)
+        kernels = bind_kernels(
+            artifact, module, device, block_size=options.block_size, is_pinned=is_pinned
+        )
         program = artifact.load_program()
     weights = stored_weights(artifact)
     plan, capacity = _plan(artifact, program, weights, options, config, device)
@@ -67,6 +69,7 @@ def load_executor(
     # all, and a step of a small model takes half as long again.
     gc.collect()
     gc.freeze()
+    executor.kernels = kernels
     executor.memory = MemoryUse(plan, _used_bytes(device) - plan.in_use)
     logger.info("%s", executor.memory)
     return executor, capacity

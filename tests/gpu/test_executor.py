@@ -91,6 +91,17 @@ def test_a_preempted_request_gets_the_same_answer(artifact: Path) -> None:
     assert [answer[:4] for answer in answers[0]] == [answer[:4] for answer in answers[1]]
 
 
+def test_nothing_is_compiled(artifact: Path) -> None:
+    """By a load, by graphs, by steps of any size: all binaries came with the artifact."""
+    for eager in (False, True):
+        llm = load(artifact, enforce_eager=eager)
+        tokens(llm)
+        executor = llm.engine.executor
+        assert isinstance(executor, CudaExecutor)
+        assert executor.kernels is not None
+        assert executor.kernels.num_compiled == 0
+
+
 def test_padding_writes_into_the_null_block_only(artifact: Path) -> None:
     llm = load(artifact)
     executor = llm.engine.executor
