@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +37,6 @@ from octavo.runtime.server.protocol import (
     TokenizeRequest,
 )
 from octavo.runtime.server.tool_parsers import parser_for_template
-
-logger = logging.getLogger(__name__)
 
 PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
@@ -217,10 +214,6 @@ def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
     async def explained(_: Request, error: Exception) -> Response:
         return error_response(context.explain(error))
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(context.explain(error))
-
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return error_response(_explain_invalid(error.errors()[0]))
 
@@ -239,7 +232,6 @@ def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
         RequestValidationError: invalid,
         HTTPException: http,
         ClientDisconnected: gone,
-        Exception: unexpected,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

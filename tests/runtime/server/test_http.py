@@ -220,6 +220,28 @@ def test_a_step_that_fails(shared_toy: Path, monkeypatch: pytest.MonkeyPatch, st
         assert post(server, SHORT).status_code == 200
 
 
+def test_what_nobody_expected(
+    shared_toy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), in_thread(shared_toy) as server:
+
+        async def fails(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("a fault of ours")
+
+        monkeypatch.setattr(server.engine, "add_request", fails)
+        answer = post(server, SHORT, **{"X-Request-Id": "mine-2"})
+        assert answer.status_code == 500
+        assert error_of(answer)["message"] == "internal error; the server's log says more"
+        assert answer.headers["x-request-id"] == "mine-2"
+        with server.http() as client:
+            counts = client.get("/metrics").text
+    assert 'octavo:http_answers_total{path="/v1/completions",status="500"} 1.0' in counts
+    [line] = [json.loads(r.getMessage()) for r in caplog.records if "mine-2" in r.getMessage()]
+    assert line["status"] == 500
+    [told] = [record for record in caplog.records if record.exc_info is not None]
+    assert told.getMessage() == "POST /v1/completions failed"
+
+
 def test_what_is_not_json(toy_server: InThread) -> None:
     with toy_server.http() as client:
         kind = {"Content-Type": "application/json"}
