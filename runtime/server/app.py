@@ -50,6 +50,7 @@ class ServerOptions:
     """``tool_parser`` None means: by the model's chat template. ``api_keys`` empty: none needed.
 
     ``requests_per_minute`` holds for each API key, or each address where there are no keys.
+    ``trusts_chat_templates`` renders templates that come in a request.
     """
 
     model_names: tuple[str, ...]
@@ -58,13 +59,19 @@ class ServerOptions:
     tool_parser: str | None = None
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
     requests_per_minute: int | None = None
+    trusts_chat_templates: bool = False
     logs_prompts: bool = False
     version: str = ""
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     """The ASGI application. Does not end the engine: who made it does."""
-    context = ServerContext(engine, options.model_names, options.tool_parser or _parser(engine))
+    context = ServerContext(
+        engine,
+        options.model_names,
+        options.tool_parser or _parser(engine),
+        options.trusts_chat_templates,
+    )
     app = FastAPI(title="Octavo", version=options.version or "0", docs_url=None, redoc_url=None)
     app.state.context = context
     _add_openai(app, context)
@@ -156,7 +163,7 @@ def _add_tokenizer(app: FastAPI, context: ServerContext) -> None:
             raise ApiError(400, "give prompt or messages", param="prompt")
         if body.messages is not None:
             messages = template_messages(body.messages)
-            prompt = await engine.prepare_chat(messages, **rendering(body))
+            prompt = await engine.prepare_chat(messages, **rendering(context, body))
             token_ids = list(prompt.token_ids)
         else:
             adds = body.add_special_tokens is not False

@@ -310,6 +310,35 @@ def test_tokenize_and_back(toy_server: InThread) -> None:
         assert client.post("/tokenize", json={}).status_code == 400
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_template_of_a_client_is_not_run(toy_server: InThread, stream: bool) -> None:
+    own = "{{ 1 }}"
+    bodies = {
+        "/v1/chat/completions": {**CHAT, "chat_template": own, "stream": stream},
+        "/tokenize": {"messages": CHAT["messages"], "chat_template": own},
+    }
+    for path, body in bodies.items():
+        answer = post(toy_server, body, path)
+        assert answer.status_code == 400
+        assert "--trust-request-chat-template" in error_of(answer)["message"]
+        assert error_of(answer)["param"] == "chat_template"
+    named = post(toy_server, {**CHAT, "chat_template": "default"}, "/v1/chat/completions")
+    assert named.status_code == 200
+
+
+def test_a_template_of_a_trusted_client(shared_toy: Path) -> None:
+    with in_thread(shared_toy, trusts_chat_templates=True) as server:
+        answer = post(server, {**CHAT, "chat_template": "abc"}, "/v1/chat/completions")
+        tokens = post(
+            server, {"messages": CHAT["messages"], "chat_template": "abc"}, "/tokenize"
+        ).json()["tokens"]
+        assert tokens == server.engine.get_tokenizer().encode("abc", add_special_tokens=False)
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
 def test_special_tokens_are_added_unless_told_not_to(toy_server: InThread) -> None:
     for adds, count in ((None, 3), (True, 3), (False, 2)):
         answer = post(toy_server, {"prompt": "ab", "max_tokens": 1, "add_special_tokens": adds})
