@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.ir.errors import OctavoError
 from octavo.runtime.async_llm import AsyncLLM
-from octavo.runtime.errors import EngineDeadError
+from octavo.runtime.errors import EngineDeadError, InvalidRequest
 from octavo.runtime.server.api_errors import ApiError, ClientDisconnected
 from octavo.runtime.server.chat import create_chat_completion, rendering, template_messages
 from octavo.runtime.server.completions import create_completion
@@ -112,9 +112,10 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
 
 def _parser(engine: AsyncLLM) -> str | None:
     """The tool-call format of the model's own chat templates."""
-    if engine.options.skip_tokenizer_init:
+    try:
+        templates = engine.get_tokenizer().chat_templates
+    except InvalidRequest:  # there is no tokenizer, hence no chat; token ids are answered
         return None
-    templates = engine.get_tokenizer().chat_templates
     template = engine.options.chat_template or ""
     known = [templates.get(template, template), *templates.values()]
     return next((found for each in known if (found := parser_for_template(each))), None)

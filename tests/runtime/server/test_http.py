@@ -17,6 +17,7 @@ from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.middleware import RateLimit
+from octavo.runtime.tokenizer import Tokenizer
 from tests.runtime.server.running_server import InThread, in_thread, wait_until
 
 LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
@@ -337,6 +338,20 @@ def test_a_template_of_a_trusted_client(shared_toy: Path) -> None:
         ).json()["tokens"]
         assert tokens == server.engine.get_tokenizer().encode("abc", add_special_tokens=False)
     assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_model_without_a_tokenizer_answers_ids(
+    shared_toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_artifact", lambda _: None)
+    with in_thread(shared_toy) as server:
+        answer = post(server, {"prompt": [97, 98], "max_tokens": 3, "ignore_eos": True})
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        for body, path in ((SHORT, "/v1/completions"), (CHAT, "/v1/chat/completions")):
+            refused = post(server, body, path)
+            assert refused.status_code == 400
+            assert "came without a tokenizer" in error_of(refused)["message"]
 
 
 def test_special_tokens_are_added_unless_told_not_to(toy_server: InThread) -> None:
