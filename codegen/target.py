@@ -99,8 +99,8 @@ def resolve_targets(names: str) -> Targets:
     """
     first, *more = (name.strip() for name in names.split(","))
     main = resolve_target(first)
-    others = [resolve_target(name if ":" in name else f"cuda:{name}") for name in more]
-    if others and main.kind != "cuda":
+    others = [resolve_target(f"cuda:{name}" if name.startswith("sm_") else name) for name in more]
+    if others and any(target.kind != "cuda" for target in (main, *others)):
         raise OctavoError(f"{names!r}: only cuda targets can be combined")
     archs = [target.arch for target in (main, *others) if target.arch is not None]
     return Targets(main, tuple(dict.fromkeys(archs)))

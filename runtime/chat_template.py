@@ -24,6 +24,11 @@ from octavo.runtime.errors import InvalidRequest
 
 # Names under which a message's reasoning is passed; templates read one or another of them.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# What a template may raise; the rest is not its fault.
+_REFUSALS = (
+    jinja2.TemplateError,
+    *(TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError),
+)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -81,7 +86,7 @@ class ChatTemplate:
             rendered = self._template.render(
                 messages=chat, add_generation_prompt=add_generation_prompt, **plain(variables)
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except _REFUSALS as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from None
         return rendered if final_text is None else _cut_at_tag(rendered, final_text)
 

@@ -43,6 +43,13 @@ _GENERATION_CONFIG_NAMES = {
     "typical_p": "typical_p",
     "max_new_tokens": "max_tokens",
 }
+# What a chat template is given anyway, or Python keeps for itself.
+_TAKEN_VARIABLES = frozenset(
+    (
+        *("add_generation_prompt", "continue_final_message"),
+        *("chat_template", "messages", "self", "tools"),
+    )
+)
 
 
 class LLM:
@@ -277,13 +284,19 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
+        variables = chat_template_kwargs or {}
+        if not isinstance(variables, Mapping) or not _TAKEN_VARIABLES.isdisjoint(variables):
+            raise InvalidRequest(
+                "chat_template_kwargs must be a dict of variables other than "
+                f"{', '.join(sorted(_TAKEN_VARIABLES))}, got {variables!r:.200}"
+            )
         text = self.get_tokenizer().render_chat(
             messages,
             chat_template=chat_template or self.options.chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
         # The template has written the special tokens: adding them again would double the BOS.
         return self._parse(text, add_special_tokens=False)[0]
@@ -293,7 +306,12 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None:
             params = SamplingParams()
-        given = [params] * count if isinstance(params, SamplingParams) else list(params)
+        given = [params] * count if isinstance(params, SamplingParams) else params
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+            raise InvalidRequest(
+                "sampling_params must be SamplingParams or a list of them, one for each prompt, "
+                f"got {params!r:.200}"
+            )
         if len(given) != count:
             raise InvalidRequest(
                 f"{len(given)} sampling parameters for {count} prompts; give one, or one each"

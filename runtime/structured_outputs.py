@@ -109,5 +109,7 @@ def _schema(value: Any) -> Any:
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"structured_outputs: {name} must be a string, got {value!r:.80}")
+        raise InvalidRequest(
+            f"structured_outputs: {name} must be a non-empty string, got {value!r:.80}"
+        )
     check_unicode(f"structured_outputs: {name}", value)

@@ -49,7 +49,9 @@ def generate_batch(
     from octavo.runtime.server.app import ServerOptions
     from octavo.runtime.server.batch_run import run_batch
 
-    options = ServerOptions(tuple(model_names or [directory.resolve().name]))
+    # The file is the user's own, and so are the templates in it.
+    names = tuple(model_names or [directory.resolve().name])
+    options = ServerOptions(names, trusts_chat_templates=True)
     engine = AsyncLLM(directory)
     try:
         with progress_bar("Generating", len(requests)) as advance:

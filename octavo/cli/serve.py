@@ -58,6 +58,13 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with the chat template to use.")
     ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Render chat templates of requests: only for clients that may stop the server.",
+        ),
+    ] = False,
     generation_config: Annotated[
         str | None, typer.Option(help="'auto', or 'vllm' for none of the model's defaults.")
     ] = None,
@@ -134,6 +141,7 @@ def serve(
                 tool_parser=tool_call_parser,
                 max_request_bytes=max_request_bytes,
                 requests_per_minute=requests_per_minute,
+                trusts_chat_templates=trust_request_chat_template,
                 logs_prompts=log_prompts,
                 version=octavo.__version__,
             ),

@@ -6,6 +6,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,7 +68,7 @@ class Reading:
         try:
             with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
                 text = answer.read().decode()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise OctavoError(f"{address}: {reason}; is 'octavo serve' running there?") from None
         reading = cls.parse(text, time.monotonic())

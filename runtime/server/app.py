@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.ir.errors import OctavoError
 from octavo.runtime.async_llm import AsyncLLM
-from octavo.runtime.errors import EngineDeadError
+from octavo.runtime.errors import EngineDeadError, InvalidRequest
 from octavo.runtime.server.api_errors import ApiError, ClientDisconnected
 from octavo.runtime.server.chat import create_chat_completion, rendering, template_messages
 from octavo.runtime.server.completions import create_completion
@@ -39,8 +38,6 @@ from octavo.runtime.server.protocol import (
 )
 from octavo.runtime.server.tool_parsers import parser_for_template
 
-logger = logging.getLogger(__name__)
-
 PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
     *("/", "/health", "/ready", "/version", "/metrics"),
@@ -53,6 +50,7 @@ class ServerOptions:
     """``tool_parser`` None means: by the model's chat template. ``api_keys`` empty: none needed.
 
     ``requests_per_minute`` holds for each API key, or each address where there are no keys.
+    ``trusts_chat_templates`` renders templates that come in a request.
     """
 
     model_names: tuple[str, ...]
@@ -61,13 +59,19 @@ class ServerOptions:
     tool_parser: str | None = None
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
     requests_per_minute: int | None = None
+    trusts_chat_templates: bool = False
     logs_prompts: bool = False
     version: str = ""
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
     """The ASGI application. Does not end the engine: who made it does."""
-    context = ServerContext(engine, options.model_names, options.tool_parser or _parser(engine))
+    context = ServerContext(
+        engine,
+        options.model_names,
+        options.tool_parser or _parser(engine),
+        options.trusts_chat_templates,
+    )
     app = FastAPI(title="Octavo", version=options.version or "0", docs_url=None, redoc_url=None)
     app.state.context = context
     _add_openai(app, context)
@@ -108,9 +112,10 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
 
 def _parser(engine: AsyncLLM) -> str | None:
     """The tool-call format of the model's own chat templates."""
-    if engine.options.skip_tokenizer_init:
+    try:
+        templates = engine.get_tokenizer().chat_templates
+    except InvalidRequest:  # there is no tokenizer, hence no chat; token ids are answered
         return None
-    templates = engine.get_tokenizer().chat_templates
     template = engine.options.chat_template or ""
     known = [templates.get(template, template), *templates.values()]
     return next((found for each in known if (found := parser_for_template(each))), None)
@@ -159,7 +164,7 @@ def _add_tokenizer(app: FastAPI, context: ServerContext) -> None:
             raise ApiError(400, "give prompt or messages", param="prompt")
         if body.messages is not None:
             messages = template_messages(body.messages)
-            prompt = await engine.prepare_chat(messages, **rendering(body))
+            prompt = await engine.prepare_chat(messages, **rendering(context, body))
             token_ids = list(prompt.token_ids)
         else:
             adds = body.add_special_tokens is not False
@@ -217,10 +222,6 @@ def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
     async def explained(_: Request, error: Exception) -> Response:
         return error_response(context.explain(error))
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(context.explain(error))
-
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return error_response(_explain_invalid(error.errors()[0]))
 
@@ -239,7 +240,6 @@ def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
         RequestValidationError: invalid,
         HTTPException: http,
         ClientDisconnected: gone,
-        Exception: unexpected,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

@@ -45,8 +45,13 @@ async def create_chat_completion(
     return await unless_disconnected(request.receive, answer.whole())
 
 
-def rendering(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
-    """The keywords of AsyncLLM.prepare_chat that a body gives."""
+def rendering(
+    context: ServerContext, body: ChatCompletionRequest | TokenizeRequest
+) -> dict[str, Any]:
+    """The keywords of AsyncLLM.prepare_chat that a body gives.
+
+    Raises ApiError for a chat template of the client's own unless the server trusts those.
+    """
     uses_tools = bool(body.tools) and getattr(body, "tool_choice", None) != "none"
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
@@ -58,6 +63,7 @@ def rendering(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
         else None,
     }
     if body.chat_template is not None:
+        context.check_chat_template(body.chat_template)
         found["chat_template"] = body.chat_template
     kwargs = dict(body.chat_template_kwargs or {})
     effort = getattr(body, "reasoning_effort", None)
@@ -195,7 +201,9 @@ class _Answer:
     async def _prompt(self) -> Any:
         messages = template_messages(self._body.messages)
         note(self._request, prompt=messages)
-        prompt = await self._context.engine.prepare_chat(messages, **rendering(self._body))
+        prompt = await self._context.engine.prepare_chat(
+            messages, **rendering(self._context, self._body)
+        )
         salt = self._body.cache_salt
         if salt is None:
             return prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -140,7 +140,11 @@ class _Answer:
         found = None
         if entries is not None:
             found, self._offsets[index] = completion_logprobs(
-                token_ids, entries, self._body.logprobs or 0, self._offsets.get(index, 0)
+                token_ids,
+                entries,
+                self._body.logprobs or 0,
+                self._offsets.get(index, 0),
+                lambda token_id: self._text_of([token_id]),
             )
         return {
             "index": index,
@@ -151,10 +155,11 @@ class _Answer:
         }
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        tokenizer = self._context.engine.get_tokenizer()
-        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+        return self._text_of(output.prompt_token_ids) if output.prompt is None else output.prompt
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens, which are no part of an echoed prompt."""
+        return self._context.engine.get_tokenizer().decode(token_ids, skip_special_tokens=True)
 
 
 def _split(prompt: Any) -> list[Any]:

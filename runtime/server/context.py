@@ -27,6 +27,7 @@ class ServerContext:
     engine: AsyncLLM
     model_names: tuple[str, ...]
     tool_parser: str | None = None
+    trusts_chat_templates: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -44,6 +45,20 @@ class ServerContext:
                 param="model",
             )
         return wanted
+
+    def check_chat_template(self, wanted: str) -> None:
+        """Raises ApiError for a template in a request: it is a program, and a short one can take
+        all memory and never end. The model's own may be named."""
+        if (
+            not self.trusts_chat_templates
+            and wanted not in self.engine.get_tokenizer().chat_templates
+        ):
+            raise ApiError(
+                400,
+                "a chat_template in a request is not taken: name one of the model's own, or start "
+                "the server with --trust-request-chat-template",
+                param="chat_template",
+            )
 
     def explain(self, error: Exception) -> ApiError:
         """How an error is told, with an estimate of when the queue has room again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.runtime.outputs import Logprob
@@ -60,15 +60,17 @@ def completion_logprobs(
     logprobs: Sequence[Mapping[int, Logprob] | None],
     num_top: int,
     offset: int,
+    decode: Callable[[int], str],
 ) -> tuple[dict[str, Any], int]:
     """``choices[].logprobs`` of a completion, and the offset of the text that comes next.
 
-    None stands for a token that was not predicted, the first of a prompt.
+    None stands for a token that was not predicted, the first of a prompt; its text is by
+    ``decode``.
     """
     tokens, values, tops, offsets = [], [], [], []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         chosen = None if entry is None else entry[token_id]
-        text = (None if chosen is None else chosen.decoded_token) or ""
+        text = decode(token_id) if chosen is None else chosen.decoded_token or ""
         tokens.append(text)
         values.append(None if chosen is None else _finite(chosen.logprob))
         offsets.append(offset)

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.runtime.server.api_errors import ApiError, too_many
+from octavo.runtime.server.api_errors import ApiError, api_error_of, too_many
 
+logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("octavo.access")
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
@@ -35,7 +36,8 @@ class AccessLog:
     """Gives each request an id, and writes one line when it is answered.
 
     The id is the client's ``X-Request-Id`` when it sends one, and is sent back. Prompts are written
-    only with ``with_prompts``.
+    only with ``with_prompts``. What nobody expected is answered here with 500, so that the line
+    and the count say so, and its traceback is logged once.
     """
 
     def __init__(
@@ -55,16 +57,23 @@ class AccessLog:
         facts: dict[str, Any] = scope.setdefault("octavo.log", {})
         started = time.monotonic()
         status = 499  # what proxies write when the client is gone
+        has_begun = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
                 status = message["status"]
+                has_begun = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if has_begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(api_error_of(error))(scope, receive, send_with_id)
         finally:
             self._count(scope["path"], status)
             if access_logger.isEnabledFor(logging.INFO):

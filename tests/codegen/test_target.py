@@ -59,5 +59,8 @@ def test_several_targets() -> None:
     targets = resolve_targets("cuda:sm_90,sm_80, cuda:sm_89,sm_90")
     assert (targets.main.name, targets.archs) == ("cuda:sm_90", (90, 80, 89))
     assert resolve_targets("cpu").archs == ()
-    with pytest.raises(OctavoError, match="only cuda targets can be combined"):
-        resolve_targets("cpu,cuda:sm_90")
+    for mixed in ("cpu,cuda:sm_90", "cuda:sm_90,cpu", "cpu,cpu"):
+        with pytest.raises(OctavoError, match="only cuda targets can be combined"):
+            resolve_targets(mixed)
+    with pytest.raises(OctavoError, match="unknown target 'metal'"):
+        resolve_targets("cuda:sm_90,metal")

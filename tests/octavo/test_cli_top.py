@@ -70,3 +70,4 @@ def test_a_look_at_a_server(
 def test_nobody_there(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     here = Command(capfd, monkeypatch)
     assert_refused(here("top", "127.0.0.1:9"), "http://127.0.0.1:9/metrics", "octavo serve")
+    assert_refused(here("top", "localhost:port"), "http://localhost:port/metrics", "octavo serve")

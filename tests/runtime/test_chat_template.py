@@ -155,6 +155,19 @@ def test_a_template_is_not_trusted(attack: str) -> None:
         ChatTemplate(attack).render([USER])
 
 
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_fails_by_itself(faulty: str) -> None:
+    with pytest.raises(InvalidRequest, match="refuses"):
+        ChatTemplate(faulty).render([USER])
+
+
 def test_a_template_that_is_none() -> None:
     with pytest.raises(InvalidRequest, match="not valid Jinja"):
         ChatTemplate("{% if %}")

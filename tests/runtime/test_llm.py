@@ -474,6 +474,25 @@ def test_a_chat_that_is_none(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *({"messages": []}, {"tools": None}, {"add_generation_prompt": False}),
+        *({"continue_final_message": True}, {"chat_template": "x"}, {"self": 1}, 5),
+    ],
+    ids=str,
+)
+def test_variables_of_a_chat_template_that_are_taken(llm: LLM, variables: Any) -> None:
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs must be a dict"):
+        llm.chat([{"role": "user", "content": "Hi"}], chat_template_kwargs=variables)
+
+
+@pytest.mark.parametrize("params", [5, {}, {"max_tokens": 3}, "greedy", [5]], ids=str)
+def test_sampling_params_that_are_none(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams or a list"):
+        llm.generate("a", params)
+
+
 def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
     llm = LLM(shared_toy, skip_tokenizer_init=True)
     [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=3, logprobs=1))

@@ -205,6 +205,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
         ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
         ({"regex": "(a"}, "unclosed group"),
+        ({"regex": ""}, "regex must be a non-empty string"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": 'start: "a" x'}, 'unknown name: "x"'),
         ({"grammar": 'root ::= ["a"'}, "Failed to convert the grammar"),

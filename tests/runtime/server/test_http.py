@@ -17,6 +17,7 @@ from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.middleware import RateLimit
+from octavo.runtime.tokenizer import Tokenizer
 from tests.runtime.server.running_server import InThread, in_thread, wait_until
 
 LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
@@ -220,6 +221,28 @@ def test_a_step_that_fails(shared_toy: Path, monkeypatch: pytest.MonkeyPatch, st
         assert post(server, SHORT).status_code == 200
 
 
+def test_what_nobody_expected(
+    shared_toy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), in_thread(shared_toy) as server:
+
+        async def fails(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("a fault of ours")
+
+        monkeypatch.setattr(server.engine, "add_request", fails)
+        answer = post(server, SHORT, **{"X-Request-Id": "mine-2"})
+        assert answer.status_code == 500
+        assert error_of(answer)["message"] == "internal error; the server's log says more"
+        assert answer.headers["x-request-id"] == "mine-2"
+        with server.http() as client:
+            counts = client.get("/metrics").text
+    assert 'octavo:http_answers_total{path="/v1/completions",status="500"} 1.0' in counts
+    [line] = [json.loads(r.getMessage()) for r in caplog.records if "mine-2" in r.getMessage()]
+    assert line["status"] == 500
+    [told] = [record for record in caplog.records if record.exc_info is not None]
+    assert told.getMessage() == "POST /v1/completions failed"
+
+
 def test_what_is_not_json(toy_server: InThread) -> None:
     with toy_server.http() as client:
         kind = {"Content-Type": "application/json"}
@@ -286,6 +309,49 @@ def test_tokenize_and_back(toy_server: InThread) -> None:
             assert answer.status_code == 400
             assert f"token id {bad[0]}" in error_of(answer)["message"]
         assert client.post("/tokenize", json={}).status_code == 400
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_template_of_a_client_is_not_run(toy_server: InThread, stream: bool) -> None:
+    own = "{{ 1 }}"
+    bodies = {
+        "/v1/chat/completions": {**CHAT, "chat_template": own, "stream": stream},
+        "/tokenize": {"messages": CHAT["messages"], "chat_template": own},
+    }
+    for path, body in bodies.items():
+        answer = post(toy_server, body, path)
+        assert answer.status_code == 400
+        assert "--trust-request-chat-template" in error_of(answer)["message"]
+        assert error_of(answer)["param"] == "chat_template"
+    named = post(toy_server, {**CHAT, "chat_template": "default"}, "/v1/chat/completions")
+    assert named.status_code == 200
+
+
+def test_a_template_of_a_trusted_client(shared_toy: Path) -> None:
+    with in_thread(shared_toy, trusts_chat_templates=True) as server:
+        answer = post(server, {**CHAT, "chat_template": "abc"}, "/v1/chat/completions")
+        tokens = post(
+            server, {"messages": CHAT["messages"], "chat_template": "abc"}, "/tokenize"
+        ).json()["tokens"]
+        assert tokens == server.engine.get_tokenizer().encode("abc", add_special_tokens=False)
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_model_without_a_tokenizer_answers_ids(
+    shared_toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "from_artifact", lambda _: None)
+    with in_thread(shared_toy) as server:
+        answer = post(server, {"prompt": [97, 98], "max_tokens": 3, "ignore_eos": True})
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        for body, path in ((SHORT, "/v1/completions"), (CHAT, "/v1/chat/completions")):
+            refused = post(server, body, path)
+            assert refused.status_code == 400
+            assert "came without a tokenizer" in error_of(refused)["message"]
 
 
 def test_special_tokens_are_added_unless_told_not_to(toy_server: InThread) -> None:

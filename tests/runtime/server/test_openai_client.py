@@ -237,6 +237,18 @@ def test_echo_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     assert streamed[1:] == pytest.approx(whole.token_logprobs[1:], abs=1e-4)
 
 
+def test_an_echoed_prompt_without_a_bos(client: openai.OpenAI, llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.encode("The cat sat", add_special_tokens=False)
+    pieces = [tokenizer.decode([token_id]) for token_id in prompt]
+    answer = complete(client, prompt=prompt, echo=True, logprobs=1, max_tokens=1).choices[0]
+    assert answer.text.startswith("The cat sat")
+    assert answer.logprobs.tokens[:-1] == pieces
+    assert answer.logprobs.token_logprobs[0] is None
+    starts = [sum(map(len, pieces[:at])) for at in range(len(pieces) + 1)]
+    assert answer.logprobs.text_offset == starts
+
+
 def test_a_seed_gives_the_same_again(client: openai.OpenAI) -> None:
     texts = [complete(client, temperature=1, seed=s).choices[0].text for s in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
