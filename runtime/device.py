@@ -22,7 +22,7 @@ def device_for(target: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ArtifactError(
             f"the artifact was compiled for {target} and this machine has no usable NVIDIA GPU; "
-            "compile it again with --target cpu"
+            "run it where there is one, or compile the model again with --target cpu"
         )
     major, minor = torch.cuda.get_device_capability()
     if major * 10 + minor < OLDEST_ARCH:
