@@ -228,6 +228,10 @@ class Engine:
             if output is not None:
                 self._late.append(output)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed, so that it is computed again when it is asked for."""
+        self.scheduler.blocks.reset_prefix_cache()
+
     def stats(self) -> EngineStats:
         blocks = self.scheduler.blocks
         allocated = (blocks.num_usable_blocks - blocks.num_free_blocks) * blocks.block_size

@@ -251,7 +251,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts and answers that were computed; True, as vLLM says when it is done."""
         with self._engine_turn():
-            self.engine.scheduler.blocks.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
         return True
 
     def stats(self) -> EngineStats:

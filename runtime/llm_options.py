@@ -58,6 +58,7 @@ class LLMOptions:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    result_cache_size: int = 0  # answers that are kept to be given again
     max_logprobs: int = 20
     async_scheduling: bool | None = None
     check_invariants: bool = False  # after each step: it finds faults of Octavo's, at a cost
@@ -134,6 +135,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kv_cache_memory_bytes": _positive,
     "num_gpu_blocks_override": _positive,
     "enable_prefix_caching": boolean,
+    "result_cache_size": partial(integer, low=0),
     "max_logprobs": partial(integer, low=-1),
     "async_scheduling": boolean,
     "check_invariants": boolean,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.caching_engine import CachingEngine
 from octavo.runtime.capacity import Capacity, plan_capacity
 from octavo.runtime.device import device_for
 from octavo.runtime.device_weights import load_weights, stored_weights
@@ -56,7 +58,9 @@ def load_engine(
     else:
         executor, capacity = _load_executor(artifact, options, config, device, timings)
     is_async = options.async_scheduling
-    return Engine(
+    size = options.result_cache_size
+    engine_class = partial(CachingEngine, result_cache_size=size) if size else Engine
+    return engine_class(
         executor,
         BlockManager(
             capacity.kv_cache.num_blocks,

@@ -58,7 +58,8 @@ class RequestOutput:
 
     ``prompt_logprobs`` has, if asked for, an entry for each token of the prompt: of the
     distribution after the tokens before it, and None for the first.
-    ``num_cached_tokens`` of the prompt came from the prefix cache; None before it was admitted.
+    ``num_cached_tokens`` of the prompt came from the prefix cache, all of them when the answer was
+    another request's, see octavo.runtime.caching_engine; None before it was admitted.
     """
 
     request_id: str
@@ -110,7 +111,10 @@ class EngineStats:
 
     Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
     ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing.
-    Requests with a deadline that came to their end in time have met it.
+    Requests with a deadline that came to their end in time have met it. Of the deterministic
+    requests ``result_cache_hits`` were answered from the result cache, ``result_cache_joined`` by
+    the computation of an equal one, and ``result_cache_misses`` were computed: all figures of
+    tokens and finished requests count these alone.
     """
 
     num_running: int
@@ -126,6 +130,9 @@ class EngineStats:
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    result_cache_hits: int = 0
+    result_cache_joined: int = 0
+    result_cache_misses: int = 0
     deadlines_met: int = 0
     deadlines_missed: int = 0
     queue_timeouts: int = 0

@@ -18,7 +18,7 @@ KEY_BYTES = 32  # SHA-256, whole: nobody can make two contexts share a key
 _TOKEN_IDS = "q"
 
 
-def _digest(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+def digest(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
     """SHA-256 over (type, content) fields, each with its length, so that no two lists of fields
     give the same bytes."""
     hasher = hashlib.sha256()
@@ -37,12 +37,12 @@ def root_key(
         fields.append((b"A", adapter_id.encode()))
     if cache_salt is not None:
         fields.append((b"S", cache_salt.encode("utf-8", "surrogatepass")))
-    return _digest(fields)
+    return digest(fields)
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full block of these tokens after the block, or root, of key ``parent``."""
-    return _digest(((b"P", parent), (b"T", array(_TOKEN_IDS, token_ids).tobytes())))
+    return digest(((b"P", parent), (b"T", array(_TOKEN_IDS, token_ids).tobytes())))
 
 
 class PrefixCache:

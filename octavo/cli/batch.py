@@ -12,7 +12,7 @@ from octavo.cli.artifact import require_artifact
 from octavo.cli.serve import require_packages
 from octavo.ir.errors import OctavoError
 
-_OWN_OPTIONS = ("directory", "input", "output", "served_model_name")
+_OWN_OPTIONS = ("directory", "input", "output", "served_model_name", "result_cache_size")
 
 
 def refuse_other_options(context: typer.Context) -> None:
@@ -25,7 +25,11 @@ def refuse_other_options(context: typer.Context) -> None:
 
 
 def generate_batch(
-    directory: Path, input_path: Path, output_path: Path, model_names: list[str]
+    directory: Path,
+    input_path: Path,
+    output_path: Path,
+    model_names: list[str],
+    result_cache_size: int,
 ) -> None:
     """Answer the lines of a file that the output file does not answer yet."""
     require_packages()
@@ -52,7 +56,7 @@ def generate_batch(
     # The file is the user's own, and so are the templates in it.
     names = tuple(model_names or [directory.resolve().name])
     options = ServerOptions(names, trusts_chat_templates=True)
-    engine = AsyncLLM(directory)
+    engine = AsyncLLM(directory, result_cache_size=result_cache_size)
     try:
         with progress_bar("Generating", len(requests)) as advance:
             num_errors = asyncio.run(run_batch(engine, options, requests, output_path, advance))

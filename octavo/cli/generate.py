@@ -33,6 +33,12 @@ def generate(
         list[str] | None,
         typer.Option(help="With --input: what its lines call the model. Default: DIR's name."),
     ] = None,
+    result_cache_size: Annotated[
+        int,
+        typer.Option(
+            help="With --input: answers to keep for equal lines, if greedy or seeded.", min=0
+        ),
+    ] = 0,
     make_params: MakeParams,
 ) -> None:
     """Continue the prompts as they stand, without a chat template, and print the new text.
@@ -43,8 +49,10 @@ def generate(
         if input is None or output is None:
             raise OctavoError("--input and --output go together")
         refuse_other_options(context)
-        generate_batch(directory, input, output, served_model_name or [])
+        generate_batch(directory, input, output, served_model_name or [], result_cache_size)
         return
+    if result_cache_size:
+        raise OctavoError("--result-cache-size has no effect without --input; leave it out")
     if not prompt:
         raise OctavoError("there is nothing to continue; give --prompt, or --input and --output")
     require_artifact(directory)

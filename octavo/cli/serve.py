@@ -50,6 +50,10 @@ def serve(
         float | None, typer.Option(help="Share of the GPU's memory to use.")
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None,
+    result_cache_size: Annotated[
+        int | None,
+        typer.Option(help="Answers to keep for equal requests, if greedy or seeded. Default: 0."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="For requests without one.")] = None,
     max_logprobs: Annotated[int | None, typer.Option(help="Most logprobs a token.")] = None,
     enforce_eager: Annotated[
@@ -123,6 +127,7 @@ def serve(
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
+        "result_cache_size": result_cache_size,
         "seed": seed,
         "max_logprobs": max_logprobs,
         "enforce_eager": enforce_eager or None,

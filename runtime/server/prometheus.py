@@ -51,6 +51,15 @@ _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Times that a request lost its blocks."),
     "prefix_cache_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked for."),
     "prefix_cache_hits": ("vllm:prefix_cache_hits", "Prompt tokens found."),
+    "result_cache_hits": ("octavo:result_cache_hits", "Requests answered from the result cache."),
+    "result_cache_joined": (
+        "octavo:result_cache_joined",
+        "Requests answered by the computation of an equal one.",
+    ),
+    "result_cache_misses": (
+        "octavo:result_cache_misses",
+        "Requests that either might have answered, and neither did.",
+    ),
     "deadlines_met": ("octavo:deadlines_met", "Requests that ended before their deadline."),
     "deadlines_missed": ("octavo:deadlines_missed", "Requests that did not."),
     "queue_timeouts": ("octavo:queue_timeouts", "Requests that waited too long to be started."),

@@ -73,6 +73,7 @@ def test_what_changes_nothing_is_named() -> None:
         ("seed", "x", "an integer"),
         ("scheduling_policy", "lifo", "must be one of fcfs, priority, edf, shortest, got 'lifo'"),
         ("ageing_ms", 0, "at least 1"),
+        ("result_cache_size", -1, "at least 0"),
         ("check_invariants", 1, "True or False"),
         ("enable_prefix_caching", "yes", "True or False"),
         ("tokenizer", 5, "a directory"),

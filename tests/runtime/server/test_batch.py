@@ -14,6 +14,7 @@ from command_line import OCTAVO, ROOT, Command, assert_refused, let_be_interrupt
 
 from octavo.runtime.async_llm import AsyncLLM
 from octavo.runtime.llm import LLM
+from octavo.runtime.outputs import EngineStats
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.app import ServerOptions
 from octavo.runtime.server.batch_file import BatchRequest
@@ -71,6 +72,30 @@ def test_a_file_of_requests(here: Command, shared_toy: Path, tmp_path: Path) -> 
     again = here("generate", shared_toy, "--input", source, "--output", target)
     assert "23 lines are answered already" in again.stderr
     assert target.read_bytes() == before
+
+
+def test_equal_lines_are_computed_once(
+    here: Command, shared_toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line(f"r{index}", completion("again")) for index in range(9)))
+    stats: list[EngineStats] = []
+    shutdown = AsyncLLM.shutdown
+    monkeypatch.setattr(
+        AsyncLLM, "shutdown", lambda engine: (stats.append(engine.stats()), shutdown(engine))[1]
+    )
+    files = ("--input", source, "--output", target)
+    done = here("generate", shared_toy, *files, "--result-cache-size", "5")
+    assert done.returncode == 0, done.stderr
+    [each] = stats
+    assert each.output_tokens == 5
+    assert each.result_cache_misses == 1
+    assert each.result_cache_hits + each.result_cache_joined == 8
+    [output] = LLM(shared_toy).generate(
+        ["again"], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), use_tqdm=False
+    )
+    texts = [each["body"]["choices"][0]["text"] for each in answers(target).values()]
+    assert texts == [output.outputs[0].text] * 9
 
 
 def test_going_on_after_an_interruption(shared_toy: Path, tmp_path: Path) -> None:
@@ -159,3 +184,5 @@ def test_files_that_make_no_sense(here: Command, shared_toy: Path, tmp_path: Pat
     refused = here("generate", shared_toy, *files, "--temperature", "1")
     assert_refused(refused, "--temperature has no effect")
     assert_refused(here("generate", shared_toy), "nothing to continue", "--prompt")
+    refused = here("generate", shared_toy, "-p", "a", "--result-cache-size", "1")
+    assert_refused(refused, "--result-cache-size has no effect without --input")

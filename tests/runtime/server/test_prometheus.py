@@ -67,6 +67,23 @@ def test_the_figures_of_a_few_requests(shared_toy: Path) -> None:
     assert build["artifact_id"].startswith("sha256:")
 
 
+def test_where_answers_come_from(shared_toy: Path) -> None:
+    with in_thread(shared_toy, {"result_cache_size": 4}) as server:
+        with server.http() as client:
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+            usages = [
+                client.post("/v1/completions", json={**body, **more}).json()["usage"]
+                for more in ({"seed": 1}, {"seed": 1}, {"seed": 2}, {"temperature": 0}, {"seed": 1})
+            ]
+        found = samples(server)
+    labels = {"model_name": "toy", "engine": "0"}
+    assert [usage["completion_tokens"] for usage in usages] == [4] * 5
+    assert found["octavo:result_cache_hits_total"] == [(labels, 2)]
+    assert found["octavo:result_cache_joined_total"] == [(labels, 0)]
+    assert found["octavo:result_cache_misses_total"] == [(labels, 3)]
+    assert found["vllm:generation_tokens_total"] == [(labels, 12)]
+
+
 def test_the_memory_of_a_gpu(toy_server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "octavo:gpu_memory_bytes" not in samples(toy_server)
     plan = MemoryPlan(100, 10, 5, weights=40, program=3, inputs=2, graphs=1, kv_cache=20)

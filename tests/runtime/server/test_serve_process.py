@@ -48,6 +48,16 @@ def load(server: Process, count: int) -> Iterator[list[Any]]:
         yield futures
 
 
+def test_the_result_cache_is_an_option(shared_toy: Path) -> None:
+    with in_process(shared_toy, "--result-cache-size", "2") as server, server.http() as client:
+        body = {"prompt": "a", "max_tokens": 5, "temperature": 0}
+        answers = [client.post("/v1/completions", json=body).json() for _ in range(3)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        rows = client.get("/metrics").text.splitlines()
+        [hits] = [row for row in rows if row.startswith("octavo:result_cache_hits_total")]
+        assert hits.endswith(" 2.0")
+
+
 def test_sigterm_under_load_loses_no_request_that_was_taken(shared_toy: Path) -> None:
     with in_process(shared_toy, "--max-num-seqs", "2") as server, load(server, 16) as futures:
         server.signal(signal.SIGTERM)
