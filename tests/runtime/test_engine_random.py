@@ -21,6 +21,7 @@ from octavo.runtime import request as request_module
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError
+from octavo.runtime.host_tier import HostTier
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.policies import POLICIES
 from octavo.runtime.prefix_cache import PrefixCache, block_key
@@ -49,6 +50,8 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([0, 3]),
         watermark=st.sampled_from([0.0, 0.2]),
         is_cached=st.sampled_from([True, True, True, False]),
+        num_host_slots=st.sampled_from([0, 1, 8, 40, 200]),
+        min_load=st.sampled_from([1, 1, 5]),
         is_async=st.booleans(),
         policy=st.sampled_from(POLICIES),
         ageing_seconds=st.sampled_from([1e-4, 60.0]),
@@ -62,15 +65,18 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         watermark: float,
         is_cached: bool,
+        num_host_slots: int,
+        min_load: int,
         is_async: bool,
         policy: str,
         ageing_seconds: float,
     ) -> None:
         self.max_len = (num_blocks - 1) * block_size + 1
         self.executor = FakeExecutor(block_size)
+        tier = HostTier(num_host_slots, min_load) if is_cached and num_host_slots else None
         self.engine = Engine(
             self.executor,
-            BlockManager(num_blocks, block_size, enable_prefix_caching=is_cached),
+            BlockManager(num_blocks, block_size, enable_prefix_caching=is_cached, host_tier=tier),
             SchedulerConfig(max_num_seqs, budget, chunk, watermark, policy, ageing_seconds),
             max_model_len=self.max_len,
             vocab_size=VOCAB_SIZE,
@@ -128,6 +134,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected[name] = expected_answer(prompt, count, [EOS])
         if is_poisoned:
             self.poisoned.add(name)
+
+    @rule(factor=st.integers(1, 46))
+    def flood(self, factor: int) -> None:
+        """A prompt that needs every block, in the end also those that are cached by then."""
+        prompt = [factor * i % 47 + 1 for i in range(self.max_len - 1)]
+        self.steps(10)
+        self.add([], 0, prompt, False, 1, None, 0, None, None)
+        self.steps(10)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
