@@ -48,7 +48,7 @@ def test_what_changes_nothing_is_named() -> None:
     _, notices = resolve_options({"max_seq_len_to_capture": 8192, "swap_space": 4})
     assert notices == [
         "max_seq_len_to_capture has no effect: the sizes of CUDA graphs follow from max_num_seqs",
-        "swap_space has no effect: preempted requests are computed again, not swapped",
+        "swap_space has no effect: kv_offload_gb is the host memory that blocks may go to",
     ]
 
 
