@@ -56,7 +56,7 @@ class FakeStep:
 
 class FakeExecutor:
     """``launch_fault`` and ``result_fault`` are raised by the next step, all of whose writes are
-    garbage; ``interrupt`` by the next launch, after it ran."""
+    garbage; ``early_interrupt`` by the next launch before it ran, ``interrupt`` after."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -65,12 +65,15 @@ class FakeExecutor:
         self.num_copies = 0
         self.launch_fault: BaseException | None = None
         self.result_fault: BaseException | None = None
+        self.early_interrupt: BaseException | None = None
         self.interrupt: BaseException | None = None
         self.num_tokens_computed = 0
         self.num_launched_tokens = 0
         self._sampled = np.empty(0, dtype=np.int64)
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> FakeStep:
+        if self.early_interrupt is not None:
+            raise self.early_interrupt
         batch = with_known_ids(batch, self._sampled)
         self.num_launched_tokens = len(batch.ids)
         slots = batch.slot_mapping.tolist()
