@@ -7,7 +7,7 @@ order of their launches, so a slot may be written again as soon as whatever read
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.runtime.errors import require
@@ -66,9 +66,9 @@ class HostTier:
         return frozenset(self._writing.values())
 
     @property
-    def loading(self) -> frozenset[str]:
+    def loading(self) -> Collection[str]:
         """Requests that have loads due."""
-        return frozenset(self._due)
+        return self._due.keys()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of ``keys``, from the first on, that is there."""
@@ -128,7 +128,7 @@ class HostTier:
     def launched(self, request_ids: Iterable[str]) -> None:
         """The planned step was launched: it does its saves, and the loads of these requests."""
         self.drafted = []
-        for request_id in request_ids:
+        for request_id in request_ids if self._due else ():  # nearly always there are none
             if request_id in self._due:
                 self.num_loaded += len(self._due[request_id])
                 self.withdraw(request_id)

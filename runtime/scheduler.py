@@ -251,7 +251,8 @@ class Scheduler:
         plan = StepPlan(tuple(sequences), tuple(draft.preempted), prompt_rows)
         if host_tier is None:
             return plan
-        loads = tuple(load for name in draft.chunks for load in host_tier.due(name))
+        loading = [name for name in host_tier.loading if name in draft.chunks]
+        loads = tuple(load for name in loading for load in host_tier.due(name))
         return replace(plan, saves=tuple(host_tier.drafted), loads=loads)
 
     def begin(self, plan: StepPlan) -> None:

@@ -230,6 +230,7 @@ TestEngine.settings = MACHINE
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_thousands_of_orders() -> None:
     run_state_machine_as_test(EngineMachine, settings=settings(MACHINE, max_examples=2000))
 
@@ -270,7 +271,7 @@ def found_at_launch(tier: HostTier, names: Iterable[str]) -> None:
 def lost_loads(tier: HostTier) -> None:
     """A plan that is not launched takes its loads with it."""
     BEGIN_PLAN(tier)
-    for name in tier.loading:
+    for name in list(tier.loading):
         tier.withdraw(name)
 
 
