@@ -237,7 +237,9 @@ class AsyncLLM:
         memory: MemoryUse | None = getattr(self._engine.executor, "memory", None)
         if memory is None:
             return {}
-        return {**dataclasses.asdict(memory.plan), "used": memory.used}
+        parts = dataclasses.asdict(memory.plan)
+        del parts["pinned"]  # the host's
+        return {**parts, "used": memory.used}
 
     def _check_alive(self) -> None:
         if self._error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +20,9 @@ class Batch:
     """Inputs of a step: T tokens of S sequences laid end to end, R of them with logits.
 
     ``source_rows`` None means that all ids are known. Else the id of token ``t`` is what row
-    ``source_rows[t]`` of the step before samples, where that is not negative.
+    ``source_rows[t]`` of the step before samples, where that is not negative. Before all else,
+    blocks ``saves[0]`` are copied to slots of host memory ``saves[1]``, then slots ``loads[0]`` to
+    blocks ``loads[1]``; None means nothing.
     """
 
     ids: NDArray[np.int64]  # [T]
@@ -30,6 +33,8 @@ class Batch:
     seq_lens: NDArray[np.int32]  # [S]
     logit_rows: NDArray[np.int64]  # [R]
     source_rows: NDArray[np.int64] | None = None  # [T]
+    saves: NDArray[np.int64] | None = None  # [2, C]
+    loads: NDArray[np.int64] | None = None  # [2, C]
 
     def to_tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """The seven inputs in the order of the program's parameters."""
@@ -78,7 +83,14 @@ class BatchBuilder:
             seq_lens=(starts + lengths).astype(np.int32),
             logit_rows=_logit_rows(plan, query_start, np.array(sampled_, dtype=bool)),
             source_rows=_source_rows(sources, query_start),
+            saves=_copies([(save.block_id, save.slot) for save in plan.saves]),
+            loads=_copies(plan.loads),
         )
+
+
+def _copies(pairs: Sequence[tuple[int, int]]) -> NDArray[np.int64] | None:
+    """Sources and goals, ``[2, C]``."""
+    return np.array(pairs, dtype=np.int64).T.copy() if pairs else None
 
 
 def _ids(sequences: tuple[ScheduledSequence, ...], num_tokens: int) -> NDArray[np.int64]:

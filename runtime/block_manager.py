@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from octavo.runtime.errors import require
+from octavo.runtime.host_tier import HostTier
 from octavo.runtime.prefix_cache import PrefixCache
 
 NULL_BLOCK = 0
@@ -23,7 +24,9 @@ class BlockManager:
 
     Blocks that nobody holds are free. Those that hold nothing known are handed out first, then
     cached ones, least recently used first; a request's last block is freed first, so that tails go
-    before heads. Sharing a cached block takes it out of that queue again.
+    before heads. Sharing a cached block takes it out of that queue again. With a host tier (see
+    octavo.runtime.host_tier) a cached block that is handed out is saved there, and what is found
+    there is loaded into blocks that a request is handed out.
 
     Nothing depends on where a block lies, but a kernel reads a request whose blocks lie in a row as
     one slice. So a request grows into the next block while that is free, and starts where the
@@ -32,14 +35,21 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = False,
+        host_tier: HostTier | None = None,
     ) -> None:
         """``num_blocks`` counts the null block 0, which is never handed out."""
+        assert host_tier is None or enable_prefix_caching, "a host tier goes by the cache's keys"
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens hold nothing")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = PrefixCache() if enable_prefix_caching else None
+        self.host_tier = host_tier
         self._free = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))  # oldest first
         self._cached: OrderedDict[int, int] = OrderedDict()  # free as well: when each was freed
         self._num_freed = 0
@@ -100,16 +110,21 @@ class BlockManager:
         num_tokens: int,
         expected_tokens: int = 0,
         prefix: Sequence[int] = (),
+        host_keys: Sequence[bytes] = (),
     ) -> None:
         """Grow the request's table until it holds ``num_tokens`` tokens in all.
 
         ``expected_tokens`` is what it may come to hold. It reserves nothing: the next request to
         start leaves so much room if it can. ``prefix`` are blocks of ``find_prefix`` that a request
-        without blocks shares, in the order of its context.
+        without blocks shares, in the order of its context. The host tier has ``host_keys``: those
+        are to be loaded into the blocks after them.
         """
         assert self.can_allocate(request_id, num_tokens, 0, prefix), "ask can_allocate first"
         table = self._tables.setdefault(request_id, array("i"))
-        assert not (prefix and table), "a prefix is where a request starts"
+        assert not ((prefix or host_keys) and table), "a prefix is where a request starts"
+        if host_keys and self.host_tier is not None:
+            # Before blocks are taken: what those held may be saved to any slot that is not held.
+            self.host_tier.hold(request_id, host_keys)
         for block_id in prefix:
             self._cached.pop(block_id, None)
             self._ref_counts[block_id] += 1
@@ -119,6 +134,9 @@ class BlockManager:
             block_id = self._take(wish)
             self._ref_counts[block_id] = 1
             table.append(block_id)
+        if host_keys and self.host_tier is not None:
+            first = len(prefix)
+            self.host_tier.place(request_id, table[first : first + len(host_keys)])
 
     def _place(self, expected_tokens: int) -> int:
         """Where a request that may grow to this many tokens would like to start."""
@@ -140,7 +158,9 @@ class BlockManager:
         block_id = wish if is_old else oldest
         del self._cached[block_id]
         assert self.prefix_cache is not None
-        self.prefix_cache.drop(block_id)
+        key = self.prefix_cache.drop(block_id)
+        if key is not None and self.host_tier is not None:
+            self.host_tier.save(key, block_id)
         return block_id
 
     def free(self, request_id: str) -> None:
@@ -148,6 +168,8 @@ class BlockManager:
         cache = self.prefix_cache
         if cache is not None:
             cache.withdraw(request_id)
+        if self.host_tier is not None:
+            self.host_tier.withdraw(request_id)
         for block_id in reversed(self._tables.pop(request_id, array("i"))):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -172,16 +194,21 @@ class BlockManager:
         self.prefix_cache.settle(request_id, keys)
         return True
 
-    def forget(self, request_id: str) -> None:
-        """Let nobody else share what the request holds: its content is not to be trusted."""
+    def forget(self, request_id: str, keys: Sequence[bytes] = ()) -> None:
+        """Let nobody else share what the request holds, of which the full blocks have ``keys``: its
+        content is not to be trusted."""
         if self.prefix_cache is not None:
             for block_id in self._tables.get(request_id, ()):
                 self.prefix_cache.drop(block_id)
+        if self.host_tier is not None:
+            self.host_tier.forget(keys)
 
     def reset_prefix_cache(self) -> None:
         """Forget what blocks hold; who holds them keeps them."""
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
+            if self.host_tier is not None:
+                self.host_tier.clear()
             self._free.update(dict.fromkeys(self._cached))
             self._cached.clear()
 
@@ -229,3 +256,11 @@ class BlockManager:
         require(freed == sorted(freed), "cached blocks are not in the order they were freed in")
         owners = self.prefix_cache.promisers
         require(owners <= self._tables.keys(), "a request promises blocks and holds none")
+        if self.host_tier is not None:
+            self.host_tier.check()
+            for request_id in self.host_tier.loading:
+                goals = {load.block_id for load in self.host_tier.due(request_id)}
+                table = self._tables.get(request_id, ())
+                require(goals <= set(table), f"{request_id} loads into blocks of others")
+                unshared = all(self.is_writable(block_id) for block_id in goals)
+                require(unshared, f"{request_id} loads into a block that is shared")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from octavo.ir.manifest import Manifest
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import CapacityError, InvalidRequest
+from octavo.runtime.host_kv_cache import plan_host_slots
 from octavo.runtime.kv_cache import KVCachePlan, plan_kv_cache
 from octavo.runtime.llm_options import LLMOptions
 
@@ -16,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capacity:
-    """The KV cache, and the tokens of the longest sequence."""
+    """The KV cache, the tokens of the longest sequence, and the blocks that host memory holds."""
 
     kv_cache: KVCachePlan
     max_model_len: int
+    num_host_slots: int = 0
 
 
 def plan_capacity(
@@ -38,7 +40,8 @@ def plan_capacity(
         available_bytes=available_bytes,
         num_blocks=options.num_gpu_blocks_override,
     )
-    return Capacity(plan, _fitting_len(plan, longest, options))
+    num_host_slots = plan_host_slots(options, plan)
+    return Capacity(plan, _fitting_len(plan, longest, options), num_host_slots)
 
 
 def wanted_len(manifest: Manifest, options: LLMOptions) -> int:

@@ -22,6 +22,7 @@ from octavo.runtime.cuda_graphs import (
     warm_up_batch,
 )
 from octavo.runtime.executor import PendingStep
+from octavo.runtime.host_kv_cache import HostKVCache
 from octavo.runtime.memory_plan import MemoryUse
 from octavo.runtime.sampler import SampleRow
 from octavo.runtime.step_inputs import (
@@ -73,10 +74,11 @@ class _SizedStep:
 class CudaExecutor:
     """One GPU's copy of the program.
 
-    A step is: one copy of its inputs from pinned memory, one graph (or its kernels one by one),
-    filters for the rows that ask for them, and one copy of the tokens back. The host waits only in
-    ``PendingStep.result``. All of it is on one stream, so steps need no other order. ``captured``
-    and ``memory`` say what its graphs and the load took, ``kernels`` what had to be compiled.
+    A step is: copies of KV blocks to and from host memory where there are some, one copy of its
+    inputs from pinned memory, one graph (or its kernels one by one), filters for the rows that ask
+    for them, and one copy of the tokens back. The host waits only in ``PendingStep.result``. All of
+    it is on one stream, so steps need no other order. ``captured`` and ``memory`` say what its
+    graphs and the load took, ``kernels`` what had to be compiled.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class CudaExecutor:
         inputs: StepInputs,
         make_sampler: Callable[[Step, Tensor], StepSampler],
         stream: torch.cuda.Stream | None,
+        host_kv_cache: HostKVCache | None = None,
     ) -> None:
         """``make_sampler`` is given the program and where the sampled tokens go."""
         self.kv_caches = kv_caches
@@ -98,6 +101,7 @@ class CudaExecutor:
         self.kernels: BoundKernels | None = None
         self.num_launched_tokens = 0
         self._stream = stream
+        self._host_kv_cache = host_kv_cache
         self._inputs = inputs
         self._sizes: GraphSizes | None = None
         self._steps: dict[StepSize, tuple[_SizedStep, Run]] = {}
@@ -136,6 +140,8 @@ class CudaExecutor:
             else:
                 step, run = self._steps[size]
             self.num_launched_tokens = step.tensors.size.num_tokens
+            if self._host_kv_cache is not None:
+                self._host_kv_cache.copy(batch.saves, batch.loads)
             self._copy_in(batch, rows, step.tensors.size)
             run()
             assert step.logits is not None

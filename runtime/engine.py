@@ -202,6 +202,11 @@ class Engine:
         waiting = (request.request_id for request in self.scheduler.waiting)
         known = self.scheduler.running.keys() | set(waiting)
         require(known == self._live.keys(), "the scheduler has other requests than the engine")
+        tier = self.scheduler.blocks.host_tier
+        if tier is not None:
+            saves = {save for launched in self._in_flight for save in launched.plan.saves}
+            is_written = tier.writing <= saves.union(tier.drafted)
+            require(is_written, "a slot of host memory waits for a step that is over")
 
     def _step(self) -> list[RequestOutput]:
         if self._is_launch_open and self._in_flight:
@@ -233,7 +238,7 @@ class Engine:
         self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        blocks = self.scheduler.blocks
+        blocks, tier = self.scheduler.blocks, self.scheduler.blocks.host_tier
         allocated = (blocks.num_usable_blocks - blocks.num_free_blocks) * blocks.block_size
         return EngineStats(
             num_running=len(self.scheduler.running),
@@ -249,6 +254,11 @@ class Engine:
             num_cached_blocks=blocks.num_cached_blocks,
             prefix_cache_queries=self.scheduler.sharing.num_queries,
             prefix_cache_hits=self.scheduler.sharing.num_hits,
+            host_cache_hits=self.scheduler.sharing.num_host_hits,
+            num_saved_blocks=tier.num_saved if tier is not None else 0,
+            num_loaded_blocks=tier.num_loaded if tier is not None else 0,
+            num_host_blocks=tier.num_slots if tier is not None else 0,
+            num_used_host_blocks=tier.num_used_slots if tier is not None else 0,
             deadlines_met=self._deadlines["met"],
             deadlines_missed=self._deadlines["missed"],
             queue_timeouts=self._queue_timeouts,
@@ -365,6 +375,7 @@ class Engine:
 
     def _failed(self, plan: StepPlan, error: Exception) -> EngineError:
         """End the requests of a step that failed."""
+        self.scheduler.abandon(plan)
         for sequence in plan.sequences:
             request_id = sequence.request.request_id
             processor = self._live.get(request_id)

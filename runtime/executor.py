@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.runtime.artifact import ProgramClass
 from octavo.runtime.batch import Batch
+from octavo.runtime.host_kv_cache import HostKVCache
 from octavo.runtime.sampler import SampledToken, SampleRow, sample
 
 
@@ -58,8 +59,10 @@ class Executor:
         max_num_tokens: int,
         max_num_seqs: int,
         device: torch.device,
+        host_kv_cache: HostKVCache | None = None,
     ) -> None:
         self.device = device
+        self._host_kv_cache = host_kv_cache
         self.num_launched_tokens = 0
         self._sampled = np.empty(0, dtype=np.int64)  # of the last step, for `source_rows`
         with torch.inference_mode():
@@ -70,6 +73,8 @@ class Executor:
     def execute(self, batch: Batch) -> Tensor:
         """Run a step. Logits ``f32[R, vocab]``, valid until the next call."""
         with torch.inference_mode():
+            if self._host_kv_cache is not None:
+                self._host_kv_cache.copy(batch.saves, batch.loads)
             return self._step(*batch.to_tensors(self.device))
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> PendingStep:

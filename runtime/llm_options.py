@@ -59,6 +59,7 @@ class LLMOptions:
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     result_cache_size: int = 0  # answers that are kept to be given again
+    kv_offload_gb: float = 0.0  # GiB of host memory for evicted blocks
     max_logprobs: int = 20
     async_scheduling: bool | None = None
     check_invariants: bool = False  # after each step: it finds faults of Octavo's, at a cost
@@ -136,6 +137,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_gpu_blocks_override": _positive,
     "enable_prefix_caching": boolean,
     "result_cache_size": partial(integer, low=0),
+    "kv_offload_gb": partial(real, low=0.0),
     "max_logprobs": partial(integer, low=-1),
     "async_scheduling": boolean,
     "check_invariants": boolean,
@@ -172,8 +174,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
 IGNORED: dict[str, str] = {
     "enable_chunked_prefill": "prompts are always prefilled in chunks",
     "trust_remote_code": "an artifact holds the only code that is run",
-    "swap_space": "preempted requests are computed again, not swapped",
-    "preemption_mode": "preempted requests are computed again",
+    "swap_space": "kv_offload_gb is the host memory that blocks may go to",
+    "preemption_mode": "preempted requests are computed again, or swapped with kv_offload_gb",
     "disable_log_stats": "statistics are given by LLM.stats() and /metrics, not logged",
     "tokenizer_mode": "tokenizer.json is always read by the tokenizers package",
     "tokenizer_revision": "the tokenizer is the artifact's own",

@@ -17,6 +17,8 @@ from octavo.runtime.device_weights import load_weights, stored_weights
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.executor import Executor, StepExecutor
+from octavo.runtime.host_kv_cache import MIN_LOAD_TOKENS, HostKVCache
+from octavo.runtime.host_tier import HostTier
 from octavo.runtime.kv_cache import allocate_kv_caches, cpu_kv_cache_bytes
 from octavo.runtime.llm_options import LLMOptions
 from octavo.runtime.scheduler import SchedulerConfig
@@ -57,6 +59,7 @@ def load_engine(
         executor, capacity = load_executor(artifact, options, config, device, timings)
     else:
         executor, capacity = _load_executor(artifact, options, config, device, timings)
+    num_slots = capacity.num_host_slots
     is_async = options.async_scheduling
     size = options.result_cache_size
     engine_class = partial(CachingEngine, result_cache_size=size) if size else Engine
@@ -66,6 +69,7 @@ def load_engine(
             capacity.kv_cache.num_blocks,
             capacity.kv_cache.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
+            host_tier=HostTier(num_slots, MIN_LOAD_TOKENS) if num_slots else None,
         ),
         config,
         max_model_len=capacity.max_model_len,
@@ -103,15 +107,18 @@ def _load_executor(
             else artifact.load_weights(device)
         )
     with timings.phase("KV cache"):
+        caches = allocate_kv_caches(
+            artifact.manifest.kv_slots, capacity.kv_cache, artifact.dtype, device
+        )
+        num_slots = capacity.num_host_slots
         executor = Executor(
             program,
             weights,
-            allocate_kv_caches(
-                artifact.manifest.kv_slots, capacity.kv_cache, artifact.dtype, device
-            ),
+            caches,
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             device=device,
+            host_kv_cache=HostKVCache(caches, num_slots, device) if num_slots else None,
         )
     return executor, capacity
 

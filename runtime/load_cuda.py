@@ -17,6 +17,7 @@ from octavo.runtime.cuda_graphs import BYTES_PER_GRAPH, GraphSizes
 from octavo.runtime.device_sampler import make_sampler
 from octavo.runtime.device_weights import StoredWeight, load_weights, packed_bytes, stored_weights
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.host_kv_cache import HostKVCache, staging_bytes
 from octavo.runtime.kv_cache import allocate_kv_caches
 from octavo.runtime.llm_options import LLMOptions
 from octavo.runtime.memory_plan import (
@@ -93,6 +94,7 @@ def _plan(
     num_graphs = 0
     if not options.enforce_eager:
         num_graphs = len(GraphSizes(max_num_tokens, max_num_seqs).all)
+    manifest = artifact.manifest
     # Not in the protocol of a program, since one for the CPU need not have it.
     sized: Any = program
     plan = plan_memory(
@@ -103,8 +105,11 @@ def _plan(
         inputs=input_bytes(
             max_num_tokens,
             max_num_seqs,
-            table_width(wanted_len(artifact.manifest, options), options.block_size),
+            table_width(wanted_len(manifest, options), options.block_size),
         ),
+        staging=staging_bytes(manifest.kv_slots, artifact.dtype, options.block_size)
+        if options.kv_offload_gb
+        else 0,
         graphs=num_graphs * BYTES_PER_GRAPH,
     )
     available = options.kv_cache_memory_bytes
@@ -115,7 +120,9 @@ def _plan(
     capacity = plan_capacity(
         artifact, options, max_num_seqs=max_num_seqs, available_bytes=available
     )
-    return replace(plan, kv_cache=capacity.kv_cache.total_bytes), capacity
+    kv_cache = capacity.kv_cache
+    pinned = capacity.num_host_slots * kv_cache.block_bytes
+    return replace(plan, kv_cache=kv_cache.total_bytes, pinned=pinned), capacity
 
 
 def _bind(
@@ -129,6 +136,7 @@ def _bind(
     kv_cache = capacity.kv_cache
     max_num_tokens, max_num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     caches = allocate_kv_caches(artifact.manifest.kv_slots, kv_cache, artifact.dtype, device)
+    num_slots = capacity.num_host_slots
     inputs = StepInputs(
         max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
@@ -145,6 +153,7 @@ def _bind(
         inputs=inputs,
         make_sampler=make_sampler,
         stream=torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        host_kv_cache=HostKVCache(caches, num_slots, device) if num_slots else None,
     )
 
 

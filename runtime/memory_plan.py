@@ -20,7 +20,8 @@ class MemoryPlan:
     """Bytes of one GPU. ``kv_cache`` is what is allocated of it, at most ``kv_cache_room``.
 
     ``in_use`` was taken before by this process (the context) and others; ``left`` is what
-    gpu_memory_utilization leaves to others.
+    gpu_memory_utilization leaves to others. ``staging`` is for copies between the KV cache and host
+    memory, of which ``pinned`` is none of the GPU's.
     """
 
     total: int
@@ -31,12 +32,14 @@ class MemoryPlan:
     inputs: int
     graphs: int
     reserve: int = RESERVE_BYTES
+    staging: int = 0
     kv_cache: int = 0
+    pinned: int = 0
 
     @property
     def fixed(self) -> int:
         """What this process takes beside the KV cache."""
-        return self.weights + self.program + self.inputs + self.graphs + self.reserve
+        return self.weights + self.program + self.inputs + self.graphs + self.staging + self.reserve
 
     @property
     def kv_cache_room(self) -> int:
@@ -49,6 +52,7 @@ class MemoryPlan:
         return self.fixed + self.kv_cache
 
     def __str__(self) -> str:
+        offload = (("staging of KV blocks", self.staging), ("pinned host memory", self.pinned))
         rows = (
             ("GPU memory", self.total),
             ("in use already", self.in_use),
@@ -59,6 +63,7 @@ class MemoryPlan:
             ("CUDA graphs (estimated)", self.graphs),
             ("reserve", self.reserve),
             ("KV cache", self.kv_cache),
+            *(offload if self.pinned else ()),
         )
         return "\n".join(f"  {name:<40}{size / GIB:8.2f} GiB" for name, size in rows)
 
@@ -84,6 +89,7 @@ def plan_memory(
     program: int,
     inputs: int,
     graphs: int,
+    staging: int = 0,
 ) -> MemoryPlan:
     """The plan before the size of the KV cache is known."""
     return MemoryPlan(
@@ -94,6 +100,7 @@ def plan_memory(
         program=program,
         inputs=inputs,
         graphs=graphs,
+        staging=staging,
     )
 
 

@@ -110,7 +110,9 @@ class EngineStats:
     """Totals since the engine was made, and its state now.
 
     Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
-    ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing.
+    ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing;
+    ``host_cache_hits`` of these came from host memory, which has room for ``num_host_blocks``.
+    ``num_saved_blocks`` went there when they were evicted, and ``num_loaded_blocks`` came back.
     Requests with a deadline that came to their end in time have met it. Of the deterministic
     requests ``result_cache_hits`` were answered from the result cache, ``result_cache_joined`` by
     the computation of an equal one, and ``result_cache_misses`` were computed: all figures of
@@ -130,6 +132,11 @@ class EngineStats:
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    host_cache_hits: int = 0
+    num_saved_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
     result_cache_hits: int = 0
     result_cache_joined: int = 0
     result_cache_misses: int = 0

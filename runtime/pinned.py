@@ -7,10 +7,14 @@ graph behind it is launched late. A kernel that moves a few KB has neither cost:
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from octavo.runtime.errors import CapacityError
 
 
 class PinnedBuffer:
@@ -35,6 +39,45 @@ class PinnedBuffer:
         words = source.view(torch.int32)
         copy_by_kernel(words, self.device[: words.numel()])
         return self.host[: source.nbytes].view(source.dtype)
+
+
+_PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
+
+
+class PinnedPages:
+    """Gigabytes of pinned memory; PyTorch's allocator would take the next power of two of them.
+
+    ``device`` is u8, a multiple of 8 bytes: a CUDA tensor, or without a GPU a CPU tensor.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises CapacityError when the system does not give or pin so much."""
+        size = max(8, -(-num_bytes // 8) * 8)
+        try:
+            # Whole pages, nobody else's: a page is pinned once. Zeroed when they are first used.
+            host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        except (OSError, OverflowError) as error:
+            raise _no_pages(size, str(error)) from error
+        self.device = host
+        if device.type == "cuda":
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = int(runtime.cudaHostRegister(host.data_ptr(), size, _PORTABLE_AND_MAPPED))
+            if status != 0:
+                raise _no_pages(size, f"cudaHostRegister gave error {status}")
+            weakref.finalize(self, _unregister, host).atexit = False
+            words = torch.as_tensor(_OnDevice(host.view(torch.int32)), device=device)
+            self.device = words.view(torch.uint8)
+
+
+def _unregister(host: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _no_pages(size: int, reason: str) -> CapacityError:
+    return CapacityError(
+        f"no {size / 2**30:.2f} GiB of host memory for evicted KV blocks: {reason}; "
+        "lower kv_offload_gb"
+    )
 
 
 def copy_by_kernel(source: Tensor, goal: Tensor) -> None:

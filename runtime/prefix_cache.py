@@ -81,11 +81,12 @@ class PrefixCache:
             self._blocks[key] = block_id
             self._keys[block_id] = key
 
-    def drop(self, block_id: int) -> None:
-        """Forget what a block holds; nothing when that is not known."""
+    def drop(self, block_id: int) -> bytes | None:
+        """Forget what a block holds: its key, or None when that is not known."""
         key = self._keys.pop(block_id, None)
         if key is not None:
             del self._blocks[key]
+        return key
 
     def clear(self) -> None:
         """Forget what all blocks hold."""

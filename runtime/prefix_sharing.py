@@ -15,8 +15,8 @@ _WORTH_A_WAIT = 4
 class PrefixSharing:
     """The prefix cache as the scheduler uses it; without one nothing is found.
 
-    ``num_queries`` are the tokens of requests when they were first admitted, and ``num_hits`` how
-    many of them were there.
+    ``num_queries`` are the tokens of requests when they were first admitted, ``num_hits`` how many
+    of them were there, and ``num_host_hits`` how many of those had to come from host memory.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -25,6 +25,7 @@ class PrefixSharing:
         self._block_size = blocks.block_size
         self.num_queries = 0
         self.num_hits = 0
+        self.num_host_hits = 0
 
     def find(self, request: Request) -> list[int]:
         """Blocks that the request need not compute; never that of its last token."""
@@ -41,22 +42,39 @@ class PrefixSharing:
         missing = request.num_tokens - num_found * self._block_size
         return num_promised * self._block_size * _WORTH_A_WAIT >= missing
 
-    def count(self, request: Request, num_found: int) -> None:
-        """Note what a request that is admitted has found, if it is the first time."""
+    def find_on_host(self, request: Request, num_found: int) -> list[bytes]:
+        """Keys after those of ``num_found`` blocks whose content is rather loaded from host memory
+        than computed: of a long enough run of them."""
+        tier = self._blocks.host_tier
+        if tier is None or request.skips_prefix_cache:
+            return []
+        keys = self._keys(request)[num_found:]
+        num_there = len(tier.find(keys))
+        if num_there * self._block_size < tier.min_load_tokens:
+            return []
+        return list(keys[:num_there])
+
+    def count(self, request: Request, num_found: int, num_loaded: int = 0) -> None:
+        """Note what a request that is admitted has found and what it loads.
+
+        That is shared like what it computes, once the step that loads it has succeeded. Totals
+        count the first time that it is admitted.
+        """
         request.num_published_blocks = num_found
-        request.num_computed_tokens = num_found * self._block_size
+        request.num_computed_tokens = (num_found + num_loaded) * self._block_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_queries += request.num_tokens
             self.num_hits += request.num_cached_tokens
+            self.num_host_hits += num_loaded * self._block_size
 
     def promise(self, request: Request, num_tokens: int) -> None:
-        """Say that the next step computes so many of the request's tokens."""
+        """Say that the next step computes so many of the request's tokens, or loads them."""
         if self._cache is None:
             return
-        start = request.num_computed_tokens
-        last = min(start + num_tokens, request.num_tokens) // self._block_size
-        keys = request.block_keys(last, self._block_size)[start // self._block_size :]
+        end = min(request.num_computed_tokens + num_tokens, request.num_tokens)
+        keys = request.block_keys(end // self._block_size, self._block_size)
+        keys = keys[request.num_published_blocks :]
         self._cache.promise(request.request_id, keys)
 
     def publish(self, request: Request, end: int, block_ids: array[int]) -> None:

@@ -6,13 +6,14 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.deadlines import Deadlines, Expired
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.host_tier import Load, Save
 from octavo.runtime.policies import make_policy
 from octavo.runtime.prefix_sharing import PrefixSharing
 from octavo.runtime.request import Request, RequestStatus
@@ -68,12 +69,16 @@ class PromptRows(NamedTuple):
 class StepPlan:
     """What one step runs. ``preempted`` lost their blocks to it and wait again.
 
-    Its rows of logits are those of the sequences that are sampled, then ``prompt_rows``.
+    Before its tokens it copies K and V of whole blocks, first all of ``saves`` to host memory, then
+    all of ``loads`` back: a block may be saved and then loaded into. Its rows of logits are those
+    of the sequences that are sampled, then ``prompt_rows``.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[Request, ...] = ()
     prompt_rows: tuple[PromptRows, ...] = ()
+    saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -150,9 +155,13 @@ class Scheduler:
     Requests that ran out of time are in ``expired``, for whoever ends them. ``clock`` gives
     seconds.
 
+    With a host tier, blocks that are evicted are saved to host memory, and matching goes on there
+    where the prefix cache ends. A preempted request's blocks take the same way, out and in.
+
     A step has three moments: ``schedule`` plans it, ``begin`` says that it was launched, ``update``
     gives its tokens. The next step may be planned and begun before the update of this one: a
     request then runs the token that is being sampled. At most one token of a request is ahead.
+    ``abandon`` says that a step failed.
     """
 
     def __init__(
@@ -215,6 +224,9 @@ class Scheduler:
         """Plan a step and reserve its blocks. A plan that is not followed by ``begin`` (the step
         failed) may simply be made again: progress is counted only there."""
         self._now = self._clock()
+        host_tier = self.blocks.host_tier
+        if host_tier is not None:
+            host_tier.begin_plan()
         for expired in self.deadlines.expired(self._now):
             self._expire(expired)
         draft = _Draft(
@@ -236,7 +248,12 @@ class Scheduler:
             for request_id, (request, num_tokens) in draft.chunks.items()
         ]
         prompt_rows = _prompt_rows(sequences) if draft.has_prompt_rows else ()
-        return StepPlan(tuple(sequences), tuple(draft.preempted), prompt_rows)
+        plan = StepPlan(tuple(sequences), tuple(draft.preempted), prompt_rows)
+        if host_tier is None:
+            return plan
+        loading = [name for name in host_tier.loading if name in draft.chunks]
+        loads = tuple(load for name in loading for load in host_tier.due(name))
+        return replace(plan, saves=tuple(host_tier.drafted), loads=loads)
 
     def begin(self, plan: StepPlan) -> None:
         """Count a step's tokens as computed: it was launched, and steps run in order."""
@@ -247,6 +264,13 @@ class Scheduler:
                 request.num_pending += 1
                 request.source_row = row
                 row += 1
+        if self.blocks.host_tier is not None:
+            self.blocks.host_tier.launched(s.request.request_id for s in plan.sequences)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Forget what a step was to save: it failed. Whoever asks finishes its requests as well."""
+        if self.blocks.host_tier is not None:
+            self.blocks.host_tier.abandon(plan.saves)
 
     def update(self, plan: StepPlan, tokens: Sequence[int | None]) -> list[bool]:
         """Give the requests of a step their tokens, in the order of the step's rows.
@@ -254,6 +278,8 @@ class Scheduler:
         None stands for a row that has none. Says for each whether the request took it: one that
         has ended since, and whose row was computed for nothing, does not.
         """
+        if self.blocks.host_tier is not None:
+            self.blocks.host_tier.commit(plan.saves)
         sampled = [sequence for sequence in plan.sequences if sequence.is_sampled]
         taken = []
         spoiled = set()
@@ -272,7 +298,9 @@ class Scheduler:
                     request.token_ids.append(token)
                 else:
                     # What it has read may be what spoiled its row.
-                    self.blocks.forget(request.request_id)
+                    num_full = request.num_tokens // self.blocks.block_size
+                    keys = request.block_keys(num_full, self.blocks.block_size)
+                    self.blocks.forget(request.request_id, keys)
                     spoiled.add(request)
         if self.blocks.prefix_cache is not None:
             block_size = self.blocks.block_size
@@ -388,8 +416,9 @@ class Scheduler:
             yield from sorted(candidates, key=_rank, reverse=True)
 
     def _admit(self, request: Request, prefix: Sequence[int], draft: _Draft) -> None:
-        self._allocate(request, request.num_tokens, prefix)
-        self.sharing.count(request, len(prefix))
+        host_keys = self.sharing.find_on_host(request, len(prefix))
+        self._allocate(request, request.num_tokens, prefix, host_keys)
+        self.sharing.count(request, len(prefix), len(host_keys))
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._now
         request.status = RequestStatus.RUNNING
@@ -427,9 +456,19 @@ class Scheduler:
         self._allocate(request, num_tokens)
         return True
 
-    def _allocate(self, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> None:
+    def _allocate(
+        self,
+        request: Request,
+        num_tokens: int,
+        prefix: Sequence[int] = (),
+        host_keys: Sequence[bytes] = (),
+    ) -> None:
         self.blocks.allocate(
-            request.request_id, num_tokens, expected_tokens=request.max_total_tokens, prefix=prefix
+            request.request_id,
+            num_tokens,
+            expected_tokens=request.max_total_tokens,
+            prefix=prefix,
+            host_keys=host_keys,
         )
         request.num_slots = self.blocks.blocks_for(num_tokens) * self.blocks.block_size
 

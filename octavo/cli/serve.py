@@ -46,6 +46,9 @@ def serve(
         int | None, typer.Option(help="Most requests that wait; one more gets 429.")
     ] = None,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache.")] = None,
+    kv_offload_gb: Annotated[
+        float | None, typer.Option(help="GiB of host memory for KV blocks that are evicted.")
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of the GPU's memory to use.")
     ] = None,
@@ -125,6 +128,7 @@ def serve(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_queued_requests": max_queued_requests,
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "kv_offload_gb": kv_offload_gb,
         "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
         "result_cache_size": result_cache_size,

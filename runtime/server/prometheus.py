@@ -51,6 +51,9 @@ _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Times that a request lost its blocks."),
     "prefix_cache_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked for."),
     "prefix_cache_hits": ("vllm:prefix_cache_hits", "Prompt tokens found."),
+    "host_cache_hits": ("octavo:host_cache_hits", "Of these, tokens found in host memory."),
+    "num_saved_blocks": ("octavo:kv_blocks_saved", "KV blocks that were saved to host memory."),
+    "num_loaded_blocks": ("octavo:kv_blocks_loaded", "KV blocks that came back from there."),
     "result_cache_hits": ("octavo:result_cache_hits", "Requests answered from the result cache."),
     "result_cache_joined": (
         "octavo:result_cache_joined",
@@ -87,6 +90,8 @@ _GAUGES = {
     "max_num_seqs": ("octavo:max_num_seqs", "Most sequences of a step."),
     "num_total_blocks": ("octavo:kv_blocks", "Blocks of the KV cache."),
     "num_free_blocks": ("octavo:kv_blocks_free", "Blocks that nobody uses."),
+    "num_host_blocks": ("octavo:kv_host_blocks", "Blocks that host memory has room for."),
+    "num_used_host_blocks": ("octavo:kv_host_blocks_used", "Of these, such as hold something."),
 }
 
 

@@ -28,6 +28,7 @@ from octavo.ir.printer import print_graph
 from octavo.ir.types import KVType
 from octavo.ir.verify import verify
 from octavo.ir.weight_cache import WeightSource
+from octavo.runtime import load
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
@@ -156,6 +157,23 @@ def test_a_pool_so_small_that_requests_are_preempted(compiled: Compiled, block_s
     outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
     compiled.check(outputs, f"few blocks of {block_size}")
     assert llm.stats().num_preemptions > 0, "the pool was not small enough to prove anything"
+
+
+def test_blocks_that_went_to_host_memory_and_back(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
+    longest = max(map(len, compiled.reference.prompts)) + NUM_NEW_TOKENS
+    llm = _load(
+        compiled,
+        block_size=4,
+        max_model_len=longest,
+        num_gpu_blocks_override=-(-longest // 4) + 2,
+        kv_offload_gb=0.01,
+    )
+    outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
+    compiled.check(outputs, "host memory")
+    assert llm.stats().num_loaded_blocks > 0, "nothing came back"
 
 
 def test_every_stage_verifies_round_trips_and_interprets(compiled: Compiled) -> None:

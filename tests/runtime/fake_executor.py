@@ -55,29 +55,35 @@ class FakeStep:
 
 
 class FakeExecutor:
-    """``launch_fault`` and ``result_fault`` are raised by the next step, whose slots are garbage;
-    ``interrupt`` by the next launch, after it ran."""
+    """``launch_fault`` and ``result_fault`` are raised by the next step, all of whose writes are
+    garbage; ``early_interrupt`` by the next launch before it ran, ``interrupt`` after."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[int, tuple[int, bool]] = {}  # hash, and whether a poison stands before
+        self.host: dict[int, list[tuple[int, bool]]] = {}  # by slots of host memory
+        self.num_copies = 0
         self.launch_fault: BaseException | None = None
         self.result_fault: BaseException | None = None
+        self.early_interrupt: BaseException | None = None
         self.interrupt: BaseException | None = None
         self.num_tokens_computed = 0
         self.num_launched_tokens = 0
         self._sampled = np.empty(0, dtype=np.int64)
 
     def launch(self, batch: Batch, rows: Sequence[SampleRow]) -> FakeStep:
+        if self.early_interrupt is not None:
+            raise self.early_interrupt
         batch = with_known_ids(batch, self._sampled)
         self.num_launched_tokens = len(batch.ids)
         slots = batch.slot_mapping.tolist()
         assert len(set(slots)) == len(slots), "two tokens are written to one slot"
         assert min(slots) >= self.block_size, "a token is written to the null block"
+        is_garbage = self.launch_fault is not None or self.result_fault is not None
+        self._copy(batch, is_garbage)
         states = [state for row in range(len(batch.seq_lens)) for state in self._row(batch, row)]
         launch_fault, self.launch_fault = self.launch_fault, None
         result_fault, self.result_fault = self.result_fault, None
-        is_garbage = launch_fault is not None or result_fault is not None
         written = [(-1, False)] * len(slots) if is_garbage else states
         self.slots.update(zip(slots, written, strict=True))
         if launch_fault is not None:
@@ -90,6 +96,22 @@ class FakeExecutor:
         if interrupt is not None:
             raise interrupt
         return FakeStep(tokens, result_fault)
+
+    def _copy(self, batch: Batch, is_garbage: bool) -> None:
+        size = self.block_size
+        (blocks, goals), (sources, loaded) = (
+            ([], []) if pairs is None else pairs.tolist() for pairs in (batch.saves, batch.loads)
+        )
+        assert len(set(goals)) == len(goals), "two blocks are saved to one slot"
+        assert len(set(loaded)) == len(loaded), "two slots are loaded to one block"
+        assert 0 not in blocks + loaded, "the null block is copied"
+        self.num_copies += len(blocks) + len(loaded)
+        for block_id, slot in zip(blocks, goals, strict=True):
+            content = [self.slots[block_id * size + i] for i in range(size)]
+            self.host[slot] = [(-1, False)] * size if is_garbage else content
+        for slot, block_id in zip(sources, loaded, strict=True):
+            content = [(-1, False)] * size if is_garbage else self.host[slot]
+            self.slots.update({block_id * size + i: state for i, state in enumerate(content)})
 
     def _row(self, batch: Batch, row: int) -> list[tuple[int, bool]]:
         first, last = batch.query_start[row : row + 2].tolist()

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.runtime import load
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda_executor import CudaExecutor
 from octavo.runtime.executor import FinishedStep, PendingStep
+from octavo.runtime.host_kv_cache import HostKVCache
 from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches
 from octavo.runtime.llm import LLM
 from octavo.runtime.sampler import SampleRow, sample
@@ -80,6 +82,9 @@ class CheckedExecutor(CudaExecutor):
         pending = super().launch(batch, rows)
         self.batches.append(batch)
         written = set(batch.slot_mapping.tolist())
+        if batch.loads is not None:
+            size = before[0].shape[1]
+            written.update(block * size + i for block in batch.loads[1] for i in range(size))
         for old, new in zip(before, [c for pair in self.caches for c in pair], strict=True):
             changed = (old != new).flatten(0, 1).flatten(1).any(1).nonzero()[:, 0].tolist()
             null_block = range(new.shape[1])
@@ -93,6 +98,7 @@ def with_graphs(llm: LLM, folder: Path, *, graphs: bool) -> CheckedExecutor:
     blocks, config = llm.engine.scheduler.blocks, llm.engine.scheduler.config
     plan = KVCachePlan(blocks.num_blocks, blocks.block_size, 1)
     caches = allocate_kv_caches(artifact.manifest.kv_slots, plan, artifact.dtype, CPU)
+    tier = blocks.host_tier
     executor = CheckedExecutor(
         artifact.load_program(),
         artifact.load_weights(CPU),
@@ -107,6 +113,7 @@ def with_graphs(llm: LLM, folder: Path, *, graphs: bool) -> CheckedExecutor:
         ),
         make_sampler=lambda program, tokens: HostSampler(tokens),
         stream=None,
+        host_kv_cache=None if tier is None else HostKVCache(caches, tier.num_slots, CPU),
     )
     executor.watch(caches)
     if graphs:
@@ -155,3 +162,18 @@ def test_the_answers_are_those_of_the_cpu(
     assert shown(llm.generate(prompts(), params)) == expected
     sources = [batch.source_rows is not None for batch in executor.batches]
     assert any(sources) == overlap
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+def test_blocks_in_host_memory_change_no_answer(
+    shared_toy: Path, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 1)
+    params = mixed_params(12)
+    expected = shown(LLM(shared_toy).generate(prompts(), params))
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 8, "max_num_seqs": 4}
+    llm = LLM(shared_toy, async_scheduling=True, kv_offload_gb=0.01, **tight)
+    with_graphs(llm, shared_toy, graphs=graphs)
+    for _ in range(2):
+        assert shown(llm.generate(prompts(), params)) == expected
+    assert llm.stats().num_loaded_blocks > 0

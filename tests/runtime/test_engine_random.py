@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from octavo.runtime import request as request_module
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError
+from octavo.runtime.host_tier import HostTier, Load
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.policies import POLICIES
 from octavo.runtime.prefix_cache import PrefixCache, block_key
@@ -31,6 +32,9 @@ from tests.runtime.fake_executor import POISON, VOCAB_SIZE, FakeExecutor, expect
 EOS = 3
 # Prompts are prefixes of these and then something of their own: many share blocks.
 STEMS = [[(i * i * (s + 1)) % 47 + 1 for i in range(24)] for s in range(3)]
+FAULTS = ["launch_fault", "result_fault"]
+INTERRUPTS = ["early_interrupt", "interrupt"]
+TROUBLES = [None, *FAULTS, *INTERRUPTS]
 # A microsecond is over before the next step.
 LIMITS = st.sampled_from([None, None, None, 0.001, 1e6])
 
@@ -49,6 +53,8 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([0, 3]),
         watermark=st.sampled_from([0.0, 0.2]),
         is_cached=st.sampled_from([True, True, True, False]),
+        num_host_slots=st.sampled_from([0, 1, 8, 40, 200]),
+        min_load=st.sampled_from([1, 1, 5]),
         is_async=st.booleans(),
         policy=st.sampled_from(POLICIES),
         ageing_seconds=st.sampled_from([1e-4, 60.0]),
@@ -62,15 +68,18 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         watermark: float,
         is_cached: bool,
+        num_host_slots: int,
+        min_load: int,
         is_async: bool,
         policy: str,
         ageing_seconds: float,
     ) -> None:
         self.max_len = (num_blocks - 1) * block_size + 1
         self.executor = FakeExecutor(block_size)
+        tier = HostTier(num_host_slots, min_load) if is_cached and num_host_slots else None
         self.engine = Engine(
             self.executor,
-            BlockManager(num_blocks, block_size, enable_prefix_caching=is_cached),
+            BlockManager(num_blocks, block_size, enable_prefix_caching=is_cached, host_tier=tier),
             SchedulerConfig(max_num_seqs, budget, chunk, watermark, policy, ageing_seconds),
             max_model_len=self.max_len,
             vocab_size=VOCAB_SIZE,
@@ -129,6 +138,25 @@ class EngineMachine(RuleBasedStateMachine):
         if is_poisoned:
             self.poisoned.add(name)
 
+    @rule(
+        stem=st.sampled_from(STEMS),
+        factor=st.integers(1, 46),
+        out=st.sampled_from(TROUBLES),
+        back=st.sampled_from(TROUBLES),
+    )
+    def come_back(self, stem: list[int], factor: int, out: str | None, back: str | None) -> None:
+        """A prompt, one that needs every block and so evicts all that is cached, and the first
+        again. What may go wrong does when blocks go out, or when they come back."""
+        again = stem[: self.max_len - 2]
+        flood = [factor * i % 47 + 1 for i in range(self.max_len - 1)]
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.steps(10)
+        self.add([], 0, flood, False, 1, None, 0, None, None)
+        self.step_in_trouble(out)
+        self.steps(10)
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.step_in_trouble(back)
+
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -142,25 +170,21 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.step()
 
-    @rule(kind=st.sampled_from(["launch_fault", "result_fault"]))
-    def failing_step(self, kind: str) -> None:
-        setattr(self.executor, kind, RuntimeError("out of luck"))
-        for _ in range(2):  # where steps overlap, the fault shows in the second
+    @rule(kind=st.sampled_from(TROUBLES))
+    def step_in_trouble(self, kind: str | None) -> None:
+        trouble = KeyboardInterrupt() if kind in INTERRUPTS else RuntimeError("out of luck")
+        if kind is not None:
+            setattr(self.executor, kind, trouble)
+        for _ in range(2 if kind in FAULTS else 1):  # where steps overlap, it shows in the second
             try:
                 self.step()
             except EngineError:
                 for name in [name for name in self.expected if not self.engine.is_live(name)]:
                     del self.expected[name]
-        self.executor.launch_fault = self.executor.result_fault = None
-
-    @rule()
-    def interrupted_step(self) -> None:
-        self.executor.interrupt = KeyboardInterrupt()
-        try:
-            self.step()
-        except KeyboardInterrupt:
-            pass
-        self.executor.interrupt = None
+            except KeyboardInterrupt:
+                pass
+        for each in (*FAULTS, *INTERRUPTS):
+            setattr(self.executor, each, None)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -206,6 +230,7 @@ TestEngine.settings = MACHINE
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_thousands_of_orders() -> None:
     run_state_machine_as_test(EngineMachine, settings=settings(MACHINE, max_examples=2000))
 
@@ -236,12 +261,32 @@ def tokens_only(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return BLOCK_KEY(b"", token_ids)
 
 
+def found_at_launch(tier: HostTier, names: Iterable[str]) -> None:
+    """What a step saves is found before anybody knows whether the step succeeds."""
+    saves = list(tier.drafted)
+    LAUNCHED(tier, names)
+    tier.commit(saves)
+
+
+def lost_loads(tier: HostTier) -> None:
+    """A plan that is not launched takes its loads with it."""
+    BEGIN_PLAN(tier)
+    for name in list(tier.loading):
+        tier.withdraw(name)
+
+
+def stays_on_the_host(tier: HostTier, name: str) -> Sequence[Load]:
+    """What is found in host memory is not loaded."""
+    return ()
+
+
 BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     Scheduler.begin,
     BlockManager.publish,
     BlockManager.free,
     block_key,
 )
+LAUNCHED, BEGIN_PLAN = HostTier.launched, HostTier.begin_plan
 
 
 @pytest.mark.parametrize(
@@ -249,8 +294,11 @@ BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     [
         pytest.param(PrefixCache, "drop", keep_the_key, id="keep-key"),
         pytest.param(BlockManager, "free", keep_one, id="leak"),
-        pytest.param(Scheduler, "begin", publish_at_launch, id="early", marks=pytest.mark.slow),
-        pytest.param(request_module, "block_key", tokens_only, id="key", marks=pytest.mark.slow),
+        pytest.param(HostTier, "due", stays_on_the_host, id="not-loaded"),
+        pytest.param(HostTier, "launched", found_at_launch, id="slot"),
+        pytest.param(HostTier, "begin_plan", lost_loads, id="load"),
+        pytest.param(Scheduler, "begin", publish_at_launch, id="early"),
+        pytest.param(request_module, "block_key", tokens_only, id="key"),
     ],
 )
 def test_a_fault_is_seen(

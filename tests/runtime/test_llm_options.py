@@ -48,7 +48,7 @@ def test_what_changes_nothing_is_named() -> None:
     _, notices = resolve_options({"max_seq_len_to_capture": 8192, "swap_space": 4})
     assert notices == [
         "max_seq_len_to_capture has no effect: the sizes of CUDA graphs follow from max_num_seqs",
-        "swap_space has no effect: preempted requests are computed again, not swapped",
+        "swap_space has no effect: kv_offload_gb is the host memory that blocks may go to",
     ]
 
 
@@ -70,6 +70,8 @@ def test_what_changes_nothing_is_named() -> None:
         ("gpu_memory_utilization", "most", "a number"),
         ("kv_cache_memory_bytes", 0, "at least 1"),
         ("num_gpu_blocks_override", 0, "at least 1"),
+        ("kv_offload_gb", -1, "at least 0"),
+        ("kv_offload_gb", "all", "a number"),
         ("seed", "x", "an integer"),
         ("scheduling_policy", "lifo", "must be one of fcfs, priority, edf, shortest, got 'lifo'"),
         ("ageing_ms", 0, "at least 1"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.runtime import load
 from octavo.runtime.errors import EngineError, InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
@@ -67,6 +68,43 @@ def test_the_same_answers_with_and_without(
     assert stats.prefix_cache_hits > stats.prefix_cache_queries / 4
     assert stats.num_free_blocks == stats.num_total_blocks
     llm.engine.scheduler.blocks.check()
+
+
+@OVERLAP
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3, "block_size": 4},
+        {"long_prefill_token_threshold": 7, "block_size": 8},
+    ],
+    ids=str,
+)
+def test_the_same_answers_with_blocks_in_host_memory(
+    shared_toy: Path, options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 1)
+    prompts, each = related_prompts(24), params(24)
+    expected = LLM(shared_toy, enable_prefix_caching=False).generate(prompts, each)
+    tight = {"num_gpu_blocks_override": 160 // options["block_size"]}
+    llm = LLM(
+        shared_toy,
+        **{"async_scheduling": overlap, "max_model_len": 160, **tight, **options},
+        kv_offload_gb=0.001,
+        check_invariants=True,
+    )
+    for _ in range(2):
+        assert shown(llm.generate(prompts, each)) == shown(expected)
+    stats = llm.stats()
+    assert stats.num_loaded_blocks > 0
+    assert 0 < stats.host_cache_hits < stats.prefix_cache_hits
+    assert 0 < stats.num_used_host_blocks <= stats.num_host_blocks
+    llm.reset_prefix_cache()
+    assert llm.stats().num_used_host_blocks == 0
+
+
+def test_host_memory_needs_the_prefix_cache(shared_toy: Path) -> None:
+    with pytest.raises(InvalidRequest, match="kv_offload_gb needs the prefix cache"):
+        LLM(shared_toy, kv_offload_gb=1, enable_prefix_caching=False)
 
 
 @OVERLAP

@@ -68,6 +68,20 @@ def test_the_cache_takes_what_is_left_at_most_what_can_be_filled(load: Load) -> 
     assert list(timings.seconds) == ["kernels", "weights", "KV cache"]
 
 
+def test_host_memory_is_planned_beside_the_gpus(load: Load) -> None:
+    executor, capacity, _ = load(kv_offload_gb=0.01)
+    plain, _, _ = load()
+    assert executor.memory is not None
+    assert plain.memory is not None
+    plan, block_bytes = executor.memory.plan, capacity.kv_cache.block_bytes
+    assert capacity.num_host_slots == int(0.01 * GIB) // block_bytes > 0
+    assert plan.pinned == capacity.num_host_slots * block_bytes
+    # Of the toy's one layer, V has three numbers a token and K two.
+    assert plan.staging == plan.fixed - plain.memory.plan.fixed == 256 * block_bytes * 3 // 5
+    assert "pinned host memory" in str(plan)
+    assert "pinned" not in str(plain.memory.plan)
+
+
 def test_a_small_gpu_has_a_small_cache(load: Load) -> None:
     fixed = PROGRAM_BYTES + RESERVE_BYTES + GIB // 10
     executor, capacity, _ = load(total=GIB, used=GIB - fixed - 2**16, gpu_memory_utilization=0.9)

@@ -126,6 +126,7 @@ def test_what_is_refused_before_anything_is_loaded(
     assert_refused(here("serve", shared_toy, "--tls-key", "k"), "both")
     too_long = here("serve", shared_toy, "--max-model-len", str(MAX_POSITION + 1))
     assert_refused(too_long, "max_model_len")
+    assert_refused(here("serve", shared_toy, "--kv-offload-gb", "1e9"), "kv_offload_gb", "lower it")
     empty = tmp_path / "empty"
     empty.write_text("# none\n")
     assert_refused(here("serve", shared_toy, "--api-key-file", empty), "holds no API key")
