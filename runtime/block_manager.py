@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 
 from octavo.runtime.errors import require
 from octavo.runtime.host_tier import HostTier
@@ -81,10 +81,13 @@ class BlockManager:
         missing = -(-num_tokens // self.block_size) - len(self._tables.get(request_id, ()))
         return missing if missing > 0 else 0
 
-    def num_held_alone(self, request_id: str, besides: Collection[int] = ()) -> int:
-        """How many blocks, ``besides`` these, would be free if the request gave back all it has."""
-        alone = (b for b in self._tables[request_id] if self._ref_counts[b] == 1)
-        return sum(block_id not in besides for block_id in alone)
+    def num_freed(self, request_ids: Iterable[str], besides: Collection[int] = ()) -> int:
+        """How many blocks, ``besides`` these, would be free if the requests gave back all theirs.
+
+        Those that they share among themselves count too.
+        """
+        held = Counter(b for request_id in request_ids for b in self._tables[request_id])
+        return sum(n == self._ref_counts[b] and b not in besides for b, n in held.items())
 
     def find_prefix(self, keys: Sequence[bytes]) -> list[int]:
         """Computed blocks of the longest run of ``keys``, from the first on; none without cache."""

@@ -391,18 +391,19 @@ class Scheduler:
         num_seats = draft.spare_rows - num_deferred
         num_missing = self.blocks.num_taken(request.request_id, request.num_tokens, prefix)
         num_free, budget = self.blocks.num_free_blocks, draft.budget
+        num_freed = 0
         candidates = self._displaced_by(request)
         victims: list[Request] = []
         while True:
             keep_free = self._watermark_blocks if len(self.running) > len(victims) else 0
-            if num_seats > 0 and budget > 0 and num_missing + keep_free <= num_free:
+            if num_seats > 0 and budget > 0 and num_missing + keep_free <= num_free + num_freed:
                 break
             victim = next(candidates, None)
             if victim is None:
                 return False
             victims.append(victim)
             num_seats += draft.rows(victim)
-            num_free += self.blocks.num_held_alone(victim.request_id, besides=prefix)
+            num_freed = self.blocks.num_freed((v.request_id for v in victims), besides=prefix)
             budget += draft.share(victim)
         for victim in victims:
             self._preempt(victim, draft)

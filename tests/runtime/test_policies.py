@@ -185,6 +185,20 @@ def test_nobody_gives_way_in_vain() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
+def test_blocks_that_only_those_who_give_way_share_count_as_won() -> None:
+    """Of 10 usable blocks two requests have 7, of which they share 5."""
+    bench = Bench("priority", max_num_seqs=8, num_blocks=11)
+    first = bench.add("first", 21, priority=5, max_tokens=3)
+    bench.step()
+    second = bench.add("second", 21, priority=5, max_tokens=3)
+    second.token_ids[:20] = first.token_ids[:20]
+    bench.step()
+    assert bench.scheduler.blocks.num_free_blocks == 3
+    bench.add("high", 34, priority=0, max_tokens=2)
+    assert bench.names() == ["high"]
+    assert bench.scheduler.num_preemptions == 2
+
+
 @pytest.mark.parametrize(("num_blocks", "is_displaced"), [(11, True), (10, False)])
 def test_blocks_that_the_newcomer_shares_do_not_count_as_won(
     num_blocks: int, is_displaced: bool
