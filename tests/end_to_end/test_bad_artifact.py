@@ -112,7 +112,7 @@ Manifest = dict[str, object]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=2), ["format 2", "upgrade octavo"]),
+        (lambda body: body.update(format=3), ["format 3", "upgrade octavo"]),
         (lambda body: body.update(required_features=["fp3"]), ["content id"]),
         (lambda body: body.update(max_position=10**6), ["content id"]),
         (lambda body: body.pop("files"), ["files", "missing"]),
