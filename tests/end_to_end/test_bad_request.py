@@ -113,7 +113,7 @@ def test_sampling_parameters_set_after_they_were_made(llm: LLM) -> None:
     ("params", "words"),
     [
         ([SamplingParams()] * 3, ["3 sampling parameters for 2 prompts", "one each"]),
-        ({"temperature": 0}, ["1 sampling parameters for 2 prompts"]),
+        ({"temperature": 0}, ["must be SamplingParams or a list", "{'temperature': 0}"]),
         (["greedy", "greedy"], ["must be SamplingParams", "'greedy'"]),
         (SamplingParams(stop_token_ids=[VOCAB_SIZE]), ["stop_token_ids", f"token id {VOCAB_SIZE}"]),
         (SamplingParams(logprobs=21), ["logprobs=21", "max_logprobs=20"]),
