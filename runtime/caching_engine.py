@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.runtime.engine import Engine
+from octavo.runtime.engine import Engine, Source
 from octavo.runtime.errors import require
 from octavo.runtime.output_processor import OutputKind
 from octavo.runtime.outputs import EngineStats, RequestMetrics, RequestOutput
 from octavo.runtime.policies import Urgency
-from octavo.runtime.prefix_cache import root_key
 from octavo.runtime.result_cache import ResultCache, is_deterministic, result_key
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.shared_computation import Computation, Sharer
@@ -41,46 +39,23 @@ class CachingEngine(Engine):
         self._num_computations = 0
         self._num_hits = self._num_joined = self._num_misses = 0
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        kind: OutputKind = "cumulative",
-        cache_salt: str | None = None,
-        priority: int = 0,
-        deadline_ms: float | None = None,
-        queue_timeout_ms: float | None = None,
-        arrival_time: float | None = None,
+    def _add(
+        self, request_id: str, source: Source, params: SamplingParams, kind: OutputKind
     ) -> None:
-        assert not self.is_live(request_id), "request ids are unique"
-        arrived = time.monotonic() if arrival_time is None else arrival_time
-        urgency = Urgency(priority, deadline_ms, queue_timeout_ms)
-        how: dict[str, Any] = {
-            "prompt": prompt,
-            "cache_salt": cache_salt,
-            "priority": priority,
-            "deadline_ms": deadline_ms,
-            "queue_timeout_ms": queue_timeout_ms,
-            "arrival_time": arrived,
-        }
-        if not is_deterministic(params) or self._is_refused_or_late(urgency, arrived):
-            super().add_request(request_id, prompt_token_ids, params, kind=kind, **how)
+        urgency = source.urgency
+        if not is_deterministic(params) or self._is_refused_or_late(source):
+            super()._add(request_id, source, params, kind)
             return
-        key = result_key(
-            root_key(self._content_id, cache_salt=cache_salt), prompt_token_ids, params
-        )
-        sharer = Sharer(request_id, prompt, prompt_token_ids, kind, arrived)
+        key = result_key(source.root_key, source.token_ids, params)
+        sharer = Sharer(request_id, source.prompt, source.token_ids, kind, source.arrival_time)
         if self._answer(key, sharer, urgency) or self._join(key, sharer, urgency):
             return
         # Its own id: the request may leave, and its id be another's, while this goes on.
         name = f"{request_id}~{self._num_computations}"
-        super().add_request(name, prompt_token_ids, params, kind="cumulative", **how)
+        super()._add(name, source, params, "cumulative")
         self._num_computations += 1
         self._num_misses += 1
-        computation = Computation(name, key, params, priority, sharer)
+        computation = Computation(name, key, params, urgency.priority, sharer)
         self._computations[name] = self._computation_of[request_id] = computation
         if not _is_limited(urgency):
             self._joinable[key] = computation
@@ -146,8 +121,9 @@ class CachingEngine(Engine):
             raise
         return [each for output in outputs for each in self._shared(output)]
 
-    def _is_refused_or_late(self, urgency: Urgency, arrived: float) -> bool:
+    def _is_refused_or_late(self, source: Source) -> bool:
         """Whether the engine would not run the request, however well its answer is known."""
+        urgency, arrived = source.urgency, source.arrival_time
         if urgency.priority and not self.scheduler.policy.heeds_priority:
             return True
         limit = min(urgency.deadline(arrived), urgency.queue_deadline(arrived))

@@ -45,8 +45,8 @@ class _Launched:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """What all samples of a request have in common."""
+class Source:
+    """What all samples of a request have in common: the prompt, and when and for whom it is."""
 
     token_ids: Sequence[int]
     prompt: str | None
@@ -132,15 +132,20 @@ class Engine:
         it came, by time.monotonic; None is now.
         """
         assert not self.is_live(request_id), "request ids are unique"
-        count = params.best_of or params.n
-        group = ParallelSampling(request_id, params, kind) if count > 1 else None
-        source = _Source(
+        source = Source(
             prompt_token_ids,
             prompt,
             root_key(self._content_id, cache_salt=cache_salt),
             Urgency(priority, deadline_ms, queue_timeout_ms),
             time.monotonic() if arrival_time is None else arrival_time,
         )
+        self._add(request_id, source, params, kind)
+
+    def _add(
+        self, request_id: str, source: Source, params: SamplingParams, kind: OutputKind
+    ) -> None:
+        count = params.best_of or params.n
+        group = ParallelSampling(request_id, params, kind) if count > 1 else None
         if group is None:
             samples = [self._processor(request_id, source, params, kind)]
         else:
@@ -157,7 +162,7 @@ class Engine:
         for processor in samples:
             self.scheduler.add(processor.request)
             self._live[processor.request.request_id] = processor
-        self._prompt_tokens += len(prompt_token_ids)
+        self._prompt_tokens += len(source.token_ids)
         if group is not None:
             self._groups[request_id] = group
             self._group_of.update(dict.fromkeys(group.sample_ids, group))
@@ -271,7 +276,7 @@ class Engine:
     def _processor(
         self,
         request_id: str,
-        source: _Source,
+        source: Source,
         params: SamplingParams,
         kind: OutputKind,
         sample_of: tuple[str, int] | None = None,
