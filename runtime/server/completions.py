@@ -136,7 +136,7 @@ class _Answer:
             text = self._prompt_text(output) + text
             if entries is not None:
                 token_ids = [*output.prompt_token_ids, *token_ids]
-                entries = [*(getattr(output, "prompt_logprobs", None) or ()), *entries]
+                entries = [*(output.prompt_logprobs or ()), *entries]
         found = None
         if entries is not None:
             found, self._offsets[index] = completion_logprobs(

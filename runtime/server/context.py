@@ -151,8 +151,7 @@ class Usage:
 
     def count(self, number: int, output: RequestOutput) -> None:
         """Count what an output brings: of deltas each, of finals the one."""
-        cached = getattr(output, "num_cached_tokens", None) or 0
-        self._prompts[number] = len(output.prompt_token_ids), cached
+        self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens or 0
         self._num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
 
     def to_dict(self) -> dict[str, Any]:

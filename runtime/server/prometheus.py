@@ -142,10 +142,9 @@ class EngineCollector(Collector):
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         for source, table in ((stats, _COUNTERS), (stats.counts, _OWN_COUNTERS)):
             for field, (name, text) in table.items():
-                if hasattr(source, field):
-                    counter = CounterMetricFamily(name, text, labels=self._names())
-                    counter.add_metric(self._values(), getattr(source, field))
-                    yield counter
+                counter = CounterMetricFamily(name, text, labels=self._names())
+                counter.add_metric(self._values(), getattr(source, field))
+                yield counter
         success = CounterMetricFamily(
             "vllm:request_success",
             "Requests that ended, by reason.",

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import fields
 from typing import Any
 
-from octavo.runtime.engine import Engine
-from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.api_errors import ApiError
 from octavo.runtime.server.protocol import (
@@ -42,7 +38,6 @@ _SAME_NAMES = (
 )
 # What a model's makers may recommend in generation_config.json.
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_KNOWN = frozenset(field.name for field in fields(SamplingParams))
 _ARRIVAL = ("priority", "deadline_ms", "queue_timeout_ms")
 
 
@@ -56,7 +51,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
         values["prompt_logprobs"] = body.logprobs
     if body.max_tokens is not None:
         values["max_tokens"] = body.max_tokens
-    return _params(values)
+    return SamplingParams(**values)
 
 
 def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -71,17 +66,12 @@ def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> Sampli
     forced = _forced_tool_schema(body)
     if forced is not None:
         values["structured_outputs"] = {"json": forced}
-    return _params(values)
+    return SamplingParams(**values)
 
 
 def arrival_of(body: SamplingRequest) -> dict[str, Any]:
     """The keywords of Engine.add_request that the request gives."""
-    given = {name: value for name in _ARRIVAL if (value := getattr(body, name)) is not None}
-    known = inspect.signature(Engine.add_request).parameters
-    for name in given:
-        if name not in known:
-            raise InvalidRequest(f"{name} is not supported by this version; leave it out")
-    return given
+    return {name: value for name in _ARRIVAL if (value := getattr(body, name)) is not None}
 
 
 def _common(body: SamplingRequest, defaults: SamplingParams) -> dict[str, Any]:
@@ -100,13 +90,6 @@ def _common(body: SamplingRequest, defaults: SamplingParams) -> dict[str, Any]:
     if structured is not None:
         values["structured_outputs"] = structured
     return values
-
-
-def _params(values: dict[str, Any]) -> SamplingParams:
-    for name, value in values.items():
-        if name not in _KNOWN and value is not None:
-            raise InvalidRequest(f"{name} is not supported by this version; leave it out")
-    return SamplingParams(**{name: value for name, value in values.items() if name in _KNOWN})
 
 
 def _token_id(key: str) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import CompletionOutput
 from octavo.runtime.sampling_params import SamplingParams
@@ -19,14 +18,6 @@ from tests.runtime.server.running_server import Process, in_process
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = "Once upon a time, in a land far away"
-
-
-def supports(**parameters: Any) -> bool:
-    try:
-        SamplingParams(**parameters)
-    except InvalidRequest:
-        return False
-    return True
 
 
 @pytest.fixture(scope="module", params=["toy", pytest.param("smollm2", marks=pytest.mark.slow)])
@@ -220,9 +211,6 @@ def test_echo(client: openai.OpenAI, llm: LLM) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
 
 
-@pytest.mark.skipif(
-    not supports(prompt_logprobs=1), reason="SamplingParams has no prompt_logprobs yet"
-)
 def test_echo_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     expected = said(llm, logprobs=1, prompt_logprobs=1, max_tokens=4)
     num_prompt_tokens = len(llm.get_tokenizer().encode(PROMPT))
@@ -254,7 +242,6 @@ def test_a_seed_gives_the_same_again(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.skipif(not supports(n=2), reason="SamplingParams has no n yet")
 def test_several_continuations(client: openai.OpenAI) -> None:
     sampling = {"n": 3, "temperature": 1, "seed": 7}
     found = complete(client, **sampling)
@@ -271,10 +258,6 @@ def test_several_continuations(client: openai.OpenAI) -> None:
     assert len({choice.message.content for choice in spoken.choices}) == 3
 
 
-@pytest.mark.skipif(
-    not supports(structured_outputs={"json_object": True}),
-    reason="SamplingParams has no structured outputs yet",
-)
 def test_an_answer_by_a_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
