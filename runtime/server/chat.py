@@ -16,11 +16,13 @@ from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.api_errors import ApiError
 from octavo.runtime.server.context import (
     ServerContext,
+    StreamedUsage,
     Usage,
     finished,
     interleaved,
     new_id,
     note,
+    note_usage,
     without_failure,
 )
 from octavo.runtime.server.event_stream import EventStream, event, unless_disconnected
@@ -168,22 +170,19 @@ class _Answer:
         self._usage.count(0, output)
         choices = [self._whole_choice(completion) for completion in output.outputs]
         usage = self._usage.to_dict()
-        self._note(usage)
+        note_usage(self._request, usage)
         return JSONResponse({**self._head, "choices": choices, "usage": usage})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer in events."""
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        is_continuous = options is not None and bool(options.continuous_usage_stats)
-        empty = {"usage": None} if wants_usage else {}
+        streamed = StreamedUsage(self._body.stream_options, self._usage)
         choices: dict[int, _Choice] = {}
         async with self._context.submitted(
             [await self._prompt()], self._params, "delta", self._arrival
         ) as streams:
             async for number, output in interleaved(streams):
                 self._usage.count(number, output)
-                tail = {"usage": self._usage.to_dict()} if is_continuous else empty
+                tail = streamed.fields()
                 for delta in output.outputs:
                     completion, error = without_failure(delta)
                     if completion.index not in choices:
@@ -194,8 +193,8 @@ class _Answer:
                     if error is not None:
                         raise error
         usage = self._usage.to_dict()
-        self._note(usage)
-        if wants_usage:
+        note_usage(self._request, usage)
+        if streamed.is_wanted:
             yield event({**self._head, "choices": [], "usage": usage})
 
     async def _prompt(self) -> Any:
@@ -270,13 +269,6 @@ class _Answer:
             completion.logprobs,
             self._context.engine.get_tokenizer(),
             self._body.top_logprobs or 0,
-        )
-
-    def _note(self, usage: dict[str, Any]) -> None:
-        note(
-            self._request,
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
         )
 
 

@@ -13,11 +13,13 @@ from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.context import (
     ServerContext,
+    StreamedUsage,
     Usage,
     finished,
     interleaved,
     new_id,
     note,
+    note_usage,
     without_failure,
 )
 from octavo.runtime.server.event_stream import EventStream, event, unless_disconnected
@@ -77,22 +79,19 @@ class _Answer:
             for completion in output.outputs:
                 choices.append(self._choice(number, output, completion, is_first=True))
         usage = self._usage.to_dict()
-        note(self._request, **_log(usage))
+        note_usage(self._request, usage)
         return JSONResponse({**self._head, "choices": choices, "usage": usage})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer in events."""
-        options = self._body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        is_continuous = options is not None and bool(options.continuous_usage_stats)
-        empty = {"usage": None} if wants_usage else {}
+        streamed = StreamedUsage(self._body.stream_options, self._usage)
         async with self._context.submitted(
             await self._prepared(), self._params, "delta", self._arrival
         ) as streams:
             seen: set[int] = set()
             async for number, output in interleaved(streams):
                 self._usage.count(number, output)
-                tail = {"usage": self._usage.to_dict()} if is_continuous else empty
+                tail = streamed.fields()
                 for delta in output.outputs:
                     completion, error = without_failure(delta)
                     is_first = self._index(number, completion) not in seen
@@ -103,8 +102,8 @@ class _Answer:
                     if error is not None:
                         raise error
         usage = self._usage.to_dict()
-        note(self._request, **_log(usage))
-        if wants_usage:
+        note_usage(self._request, usage)
+        if streamed.is_wanted:
             yield event({**self._head, "choices": [], "usage": usage})
 
     async def _prepared(self) -> list[Any]:
@@ -167,7 +166,3 @@ def _split(prompt: Any) -> list[Any]:
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
-
-
-def _log(usage: dict[str, Any]) -> dict[str, Any]:
-    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}

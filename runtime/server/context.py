@@ -18,6 +18,7 @@ from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.request_stream import RequestStream
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.api_errors import ApiError, api_error_of, unfinished
+from octavo.runtime.server.protocol import StreamOptions
 
 
 @dataclass
@@ -166,6 +167,21 @@ class Usage:
         }
 
 
+class StreamedUsage:
+    """What a stream's ``stream_options`` want to be told of its usage."""
+
+    def __init__(self, options: StreamOptions | None, usage: Usage) -> None:
+        self._usage = usage
+        self.is_wanted = options is not None and bool(options.include_usage)
+        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def fields(self) -> dict[str, Any]:
+        """What every chunk has of it."""
+        if self._is_continuous:
+            return {"usage": self._usage.to_dict()}
+        return {"usage": None} if self.is_wanted else {}
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
@@ -173,3 +189,7 @@ def new_id(prefix: str) -> str:
 def note(request: Request, **facts: Any) -> None:
     """Facts for the access log's line of this request."""
     request.scope.setdefault("octavo.log", {}).update(facts)
+
+
+def note_usage(request: Request, usage: dict[str, Any]) -> None:
+    note(request, **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")})

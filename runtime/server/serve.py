@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(app: FastAPI, engine: AsyncLLM, options: ListenOptions) -> bool:
-    """Serve until a signal; False when requests were cut off. Ends the engine."""
+    """Serve until a signal; False when requests were cut off. The engine is the caller's to end."""
     listener = open_listener(options)
     config = uvicorn.Config(
         app,
@@ -98,7 +98,6 @@ def run_server(app: FastAPI, engine: AsyncLLM, options: ListenOptions) -> bool:
         logger.warning("listening on %s", address_of(listener, config.is_ssl))
         server.run([listener])
     finally:
-        engine.shutdown()
         listener.close()
     return not server.was_cut
 
