@@ -21,6 +21,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
     "c64": torch.complex64,
     "f8e4m3": torch.float8_e4m3fn,
+    "f8e8m0": torch.float8_e8m0fnu,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 

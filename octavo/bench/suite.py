@@ -27,7 +27,7 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.device import device_for
 from octavo.runtime.llm import LLM
 
-_MOST = 256  # of many requests that run at once
+_MOST = 512  # of many requests that run at once: what the runtime takes by default on a GPU
 
 Progress = Callable[[str], None]
 

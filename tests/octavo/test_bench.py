@@ -181,7 +181,7 @@ def test_a_plan_asks_for_room_for_its_longest_and_its_most() -> None:
     assert plan.llm_options() == sizes
     plan = Plan(requests=((3, 4),) * 300, options={"max_num_seqs": 7})
     assert plan.llm_options() == {**sizes, "max_model_len": 7, "max_num_seqs": 7}
-    assert Plan(requests=((3, 4),) * 300).llm_options()["max_num_seqs"] == 256
+    assert Plan(requests=((3, 4),) * 600).llm_options()["max_num_seqs"] == 512
 
 
 def test_results_are_read_as_they_were_written() -> None:
