@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,9 @@ def concat_rows(parts: list[QuantTensor]) -> QuantTensor:
         raise VerifyError(f"schemes differ: {sorted({str(part.scheme) for part in parts})}")
     if block is None or any(part.shape[0] % block for part in parts[:-1]):
         raise VerifyError(f"rows of {first.scheme} end inside a block")
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name, _ in first.parts()}
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name, _ in first.parts()
+    }
     return replace(first, **joined)
 
 
@@ -136,7 +139,8 @@ def quantize(
         return _quantize_rows(matrix.float(), scheme, importance, search)
     step = max(1, _ROWS // matrix.shape[1])
     pieces = [
-        _quantize_rows(rows.float(), scheme, importance, search) for rows in matrix.split(step)
+        _quantize_rows(rows.float(), scheme, importance, search)
+        for rows in torch.split(matrix, step)
     ]
     return concat_rows(pieces)
 
@@ -220,7 +224,7 @@ def _choose(better: Tensor, other: QuantTensor, best: QuantTensor) -> QuantTenso
     """The blocks of ``other`` where it is better, else those of ``best``."""
     scheme, shape = best.scheme, best.shape
     mask = spread(better, scheme, shape).bool()
-    chosen = {"codes": torch.where(mask, other.codes, best.codes)}
+    chosen: dict[str, Any] = {"codes": torch.where(mask, other.codes, best.codes)}
     for name, part in best.parts():
         if name != "codes":
             chosen[name] = torch.where(better, getattr(other, name), part)
