@@ -33,7 +33,7 @@ _PIECES = {4: (128, 64, 32, 16), 8: (64, 32, 16)}
 
 @dataclass(frozen=True)
 class TritonLayout:
-    """The layout of a matrix ``[n, k]`` of a scheme: ``piece`` columns a piece, ``pieces`` a word."""
+    """The layout of a matrix ``[n, k]`` of a scheme: words of ``pieces`` codes, ``piece`` apart."""
 
     scheme: QuantScheme
     n: int
@@ -135,7 +135,7 @@ class TritonLayout:
         return shifted.sum(2).to(torch.int16).transpose(0, 1).contiguous()
 
     def _pack_sides(self, sides: Tensor, slots: int) -> Tensor:
-        up, across = self.scheme.block
+        up = self.scheme.block[0]
         rows = sides.repeat_interleave(up or self.n, 0)[: self.n]
         wanted = self.num_spans * self.groups
         bits = rows.view(torch.uint8).view(self.n, -1, sides.itemsize)
