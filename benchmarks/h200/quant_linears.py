@@ -4,9 +4,10 @@
 
 The shapes are those of a layer of Llama-3.1-8B, with what is fused around them. A candidate is
 timed as CUDA graphs over distinct weights, so that none is found in a cache, and its result is
-compared with that of a dequantised weight in f32. What fails is noted, and the rest goes on; when
-the time is up, what there is is printed. ``--compile-only`` compiles for an architecture what would
-be run, on any machine, and leaves it in the cache of kernels.
+compared with that of a dequantised weight in f32. Kernels are compiled by a process for each
+processor while those that are there are measured, what counts most first. What fails is noted, and
+the rest goes on; when the time is up, what there is is printed. ``--compile-only`` compiles for an
+architecture what would be run, on any machine, and leaves it in the cache of kernels.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,14 +36,15 @@ from octavo.codegen.render import render_kernel
 from octavo.codegen.triton_layouts import TritonLayout
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import DTYPES
-from octavo.runtime.binaries import unbound_kernels
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.compile_kernel import toolchain
 from octavo.runtime.cross_compile import compile_all, specialisations
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import Launch, Workspace, recording
+from octavo.runtime.kernel_binary import Specialisation
 from octavo.runtime.tune import graph_seconds
 
+DEVICE = "cuda"
 EPS = 1e-5
 PLAIN: dict[str, Any] = {
     "dtype": "bf16",
@@ -61,12 +67,12 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "down": (4096, 14336, STREAM),
 }
 SCHEMES: dict[str, str | None] = {
-    "bf16": None,
-    "fp8": "f8e4m3<1x*, f32, x=f8e4m3>",
     "int4": "int4<1x128, bf16>",
+    "fp8": "f8e4m3<1x*, f32, x=f8e4m3>",
+    "bf16": None,
     "int8": "int8<1x*, f32, x=i8>",
 }
-ROWS = (1, 8, 32, 64, 256, 8192)
+ROWS = (1, 8, 256, 8192, 32, 64)  # what counts most first
 _ENOUGH_BYTES = 1 << 30  # of distinct weights: many times any L2 cache
 _MOST_WEIGHTS = 32
 _CHECKED_ROWS = 64
@@ -193,26 +199,106 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + options.seconds
     linears = [
         Linear(shape, scheme, _module(shape, scheme))
-        for shape in options.shapes
         for scheme in options.schemes
+        for shape in options.shapes
     ]
-    launches = [launch for linear in linears for launch in _launches(linear, options.rows)]
+    cases = [Case(linear, rows) for rows in options.rows for linear in linears]
     if options.compile_only is not None:
-        compile_only(launches, options.compile_only)
+        compile_only(cases, options.compile_only)
         return
     trials: list[Trial] = []
+    read = 0.0
+    compiling = Compiling(cases, 90)
+    compiling.start()
     try:
-        torch.inference_mode().__enter__()
-        read = read_bandwidth()
-        prepare(launches)
-        print(f"kernels ready {end - time.monotonic():.0f} s before the end", flush=True)
-        for linear in linears:
-            measure(linear, options.rows, trials, end)
+        with torch.inference_mode():
+            read = read_bandwidth()
+            for case in cases:
+                measure(case, compiling, trials, end)
+    except Exception:
+        traceback.print_exc()
     finally:
-        print_table(trials, read)
+        print_table(trials, read or 1.0)
+        num_wanted, left = len(compiling.wanted), end - time.monotonic()
+        print(f"{compiling.num_done} of {num_wanted} kernels compiled, {left:.0f} s left")
         if options.output is not None:
             content = {"read_bytes_a_second": read, "trials": [asdict(trial) for trial in trials]}
             options.output.write_text(json.dumps(content, indent=1))
+        sys.stdout.flush()
+        os._exit(int(not trials))  # processes may still be compiling
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear for a number of rows."""
+
+    linear: Linear
+    rows: int
+
+    def launches(self) -> list[Launch]:
+        """What all candidates launch, learned on the meta device."""
+        linear, rows = self.linear, self.rows
+        workspace = Workspace.allocate("meta")
+        x = torch.empty(rows, linear.constants["k"], dtype=torch.bfloat16, device="meta")
+        with recording() as launches:
+            for candidate in candidates(linear, rows):
+                _chosen(linear, rows, candidate)
+                linear.module.run(
+                    x,
+                    *linear.weight("meta"),
+                    *linear.around(x, rows),
+                    **linear.buffers(rows, "meta"),
+                    workspace=workspace,
+                )
+        return launches
+
+
+class Compiling(threading.Thread):
+    """Compiles what cases launch, the first first, into the cache of kernels."""
+
+    def __init__(self, cases: Sequence[Case], arch: int) -> None:
+        super().__init__(daemon=True)
+        self.stems: dict[Case, set[str]] = {}
+        self.wanted: dict[str, Specialisation] = {}
+        for case in cases:
+            found = specialisations(case.launches(), arch)
+            self.stems[case] = {each.stem for each in found}
+            self.wanted |= {each.stem: each for each in found}
+        self._done: set[str] = set()
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    def run(self) -> None:
+        cache, missing = BinaryCache(), []
+        for stem, each in self.wanted.items():
+            if cache.find(each, toolchain=toolchain(each.arch)) is None:
+                missing.append(each)
+            else:
+                self._add(stem)
+        try:
+            for each, binary in compile_all(missing):
+                cache.keep(each, binary)
+                self._add(each.stem)
+        except ArtifactError as error:
+            print(f"does not compile: {str(error)[:300]}", flush=True)
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _add(self, stem: str) -> None:
+        with self._changed:
+            self._done.add(stem)
+            self._changed.notify_all()
+
+    def wait_for(self, case: Case, seconds: float) -> bool:
+        """Wait for the kernels of a case; True also if some will never come."""
+        stems = self.stems[case]
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_over or stems <= self._done, seconds)
 
 
 def _module(shape: str, scheme: str) -> ModuleType:
@@ -242,27 +328,9 @@ def candidates(linear: Linear, rows: int) -> Iterator[dict[str, Any]]:
     default = bucket.default(90)
     for candidate in bucket.candidates:
         is_small = candidate["how"] == "skinny" and candidate["BM"] == 8 and rows > 8
-        is_wanted = candidate["how"] == "torch" or linear.scheme != "bf16" and not is_small
+        is_wanted = candidate["how"] == "torch" or (linear.scheme != "bf16" and not is_small)
         if candidate == default or is_wanted:
             yield candidate
-
-
-def _launches(linear: Linear, all_rows: Sequence[int]) -> list[Launch]:
-    """What all candidates launch, learned on the meta device."""
-    workspace = Workspace.allocate("meta")
-    with recording() as launches:
-        for rows in all_rows:
-            x = torch.empty(rows, linear.constants["k"], dtype=torch.bfloat16, device="meta")
-            for candidate in candidates(linear, rows):
-                _chosen(linear, rows, candidate)
-                linear.module.run(
-                    x,
-                    *linear.weight("meta"),
-                    *linear.around(x, rows),
-                    **linear.buffers(rows, "meta"),
-                    workspace=workspace,
-                )
-    return list({launch.identity: launch for launch in launches}.values())
 
 
 def _chosen(linear: Linear, rows: int, candidate: dict[str, Any]) -> None:
@@ -270,68 +338,66 @@ def _chosen(linear: Linear, rows: int, candidate: dict[str, Any]) -> None:
     choices.choose(choices.bucket(rows).name, candidate)
 
 
-def compile_only(launches: list[Launch], arch: int) -> None:
+def compile_only(cases: list[Case], arch: int) -> None:
     """Compile what is not in the cache of kernels; what spills or fails is said."""
-    cache, begin = BinaryCache(), time.monotonic()
-    wanted = specialisations(launches, arch)
-    missing = [each for each in wanted if cache.find(each, toolchain=toolchain(arch)) is None]
-    print(f"{len(wanted)} kernels, {len(missing)} of them to be compiled", flush=True)
-    try:
-        for each, binary in compile_all(missing):
-            cache.keep(each, binary)
-    except ArtifactError as error:
-        print(f"problem: {error}")
-    for each in wanted:
+    begin, compiling, cache = time.monotonic(), Compiling(cases, arch), BinaryCache()
+    compiling.run()
+    for each in compiling.wanted.values():
         found = cache.find(each)
-        if found is None or found.info.stack_bytes or found.info.shared_bytes > 227 * 1024:
-            info = None if found is None else found.info
-            state = "does not compile" if info is None else f"{info.stack_bytes} B of stack"
-            shared = "" if info is None else f"{info.registers} regs, {info.shared_bytes} B shared"
-            print(each.module, each.kernel, each.constants, each.options, state, shared)
-    print(f"{time.monotonic() - begin:.0f} s")
-
-
-def prepare(launches: list[Launch]) -> None:
-    """Load all kernels; one that cannot be is met again when it is tried."""
-    try:
-        unbound_kernels(torch.cuda.current_device()).prepare(launches)
-    except Exception as error:
-        print(f"a kernel is not there: {str(error)[:200]}", flush=True)
+        if found is None:
+            print(each.module, each.kernel, each.constants, each.options, "does not compile")
+        elif found.info.stack_bytes or found.info.shared_bytes > 227 * 1024:
+            info = found.info
+            state = (
+                f"{info.stack_bytes} B of stack, {info.registers} registers, {info.shared_bytes} B"
+            )
+            print(each.module, each.kernel, each.constants, each.options, state)
+    print(f"{len(compiling.wanted)} kernels, {time.monotonic() - begin:.0f} s")
 
 
 def read_bandwidth() -> float:
     """Bytes a second of a sum over 2 GiB."""
-    block = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
-    out = torch.empty((), device="cuda")
+    block = torch.zeros(1 << 29, dtype=torch.float32, device=DEVICE)
+    out = torch.empty((), device=DEVICE)
     seconds = graph_seconds(lambda: torch.sum(block, dim=0, out=out))
     return block.nbytes / seconds
 
 
-def measure(linear: Linear, all_rows: Sequence[int], trials: list[Trial], end: float) -> None:
-    """Try all candidates of one linear, until the time is up."""
-    one = linear.weight("cuda")
+def measure(case: Case, compiling: Compiling, trials: list[Trial], end: float) -> None:
+    """Try all candidates of one case, until the time is up."""
+    linear, rows = case.linear, case.rows
+    if not compiling.wait_for(case, max(0.0, end - time.monotonic())):
+        return
+    weights, workspace = distinct_weights(linear), _workspace()
+    x = torch.randn(rows, linear.constants["k"], device=DEVICE).bfloat16()
+    around, buffers = linear.around(x, rows), linear.buffers(rows, DEVICE)
+    want = linear.expected(x, weights[0])
+    used = weights if rows <= 1024 else weights[:4]
+
+    def call(weight: list[Tensor]) -> Tensor:
+        result: Tensor = linear.module.run(x, *weight, *around, **buffers, workspace=workspace)
+        return result
+
+    for candidate in candidates(linear, rows):
+        if time.monotonic() > end:
+            return
+        trial = Trial(linear.shape, linear.scheme, rows, candidate)
+        trials.append(trial)
+        _chosen(linear, rows, candidate)
+        _try(trial, call, used, want)
+
+
+@cache
+def _workspace() -> Workspace:
+    return Workspace.allocate(DEVICE)
+
+
+@cache
+def distinct_weights(linear: Linear) -> list[list[Tensor]]:
+    """As many weights as no cache holds."""
+    one = linear.weight(DEVICE)
     count = min(_MOST_WEIGHTS, max(4, _ENOUGH_BYTES // sum(part.nbytes for part in one) + 1))
-    weights = [one, *(linear.weight("cuda") for _ in range(count - 1))]
-    workspace = Workspace.allocate("cuda")
-    for rows in all_rows:
-        x = torch.randn(rows, linear.constants["k"], device="cuda").bfloat16()
-        around, buffers = linear.around(x, rows), linear.buffers(rows, "cuda")
-        want = linear.expected(x, one)
-        used = weights if rows <= 1024 else weights[:4]
-        for candidate in candidates(linear, rows):
-            if time.monotonic() > end:
-                return
-            trial = Trial(linear.shape, linear.scheme, rows, candidate)
-            trials.append(trial)
-            _chosen(linear, rows, candidate)
-
-            def call(weight: list[Tensor]) -> Tensor:
-                result: Tensor = linear.module.run(
-                    x, *weight, *around, **buffers, workspace=workspace  # noqa: B023
-                )
-                return result
-
-            _try(trial, call, used, want)
+    return [one, *(linear.weight(DEVICE) for _ in range(count - 1))]
 
 
 def _try(
@@ -373,8 +439,9 @@ def print_table(trials: list[Trial], read: float) -> None:
         first = found[0].us
         default = f" ({first:.1f})" if first is not None and first > 1.01 * us else ""
         tile = "/".join(str(value) for value in best.candidate.values())
+        tile = tile.replace("skinny", "s")
         share = 100 * size / (us * 1e-6) / read
-        print(f"{shape} {scheme} {rows}: {us:.1f} {share:.0f}%{default} {tile} e{best.error:.0e}")
+        print(f"{shape} {scheme} {rows}: {us:.1f} {share:.0f}%{default} {tile}")
     problems = [trial for trial in trials if trial.problem is not None]
     for trial in problems[:12]:
         tile = "/".join(str(value) for value in trial.candidate.values())
