@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,46 @@ class WeightSource(Protocol):
 
     def load(self, key: str) -> torch.Tensor:
         """A fresh CPU tensor. Nothing is kept open or cached. Raises KeyError, OctavoError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight as its checkpoint holds it.
+
+    ``columns`` i64[K] is set when columns of equal scale were brought together: column ``j`` of
+    ``tensor`` is multiplied by column ``columns[j]`` of x.
+    """
+
+    tensor: QuantTensor
+    columns: torch.Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix ``[N, K]`` with its columns in the order of x."""
+        sorted_columns = self.tensor.dequantize(dtype)
+        if self.columns is None:
+            return sorted_columns
+        return torch.empty_like(sorted_columns).index_copy_(1, self.columns, sorted_columns)
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """What a WeightSource offers besides when its checkpoint is quantised.
+
+    ``info`` and ``load`` of the same source give such a weight in f32, exactly what codes and
+    scales stand for, so that whatever knows no schemes goes on as with any checkpoint.
+    """
+
+    def scheme(self, key: str) -> QuantScheme | None:
+        """How a weight is held; None for one that is stored in float. May read small tensors."""
+        ...
+
+    def columns(self, key: str) -> torch.Tensor | None:
+        """``load_quantized(key).columns`` without reading the codes."""
+        ...
+
+    def load_quantized(self, key: str) -> Quantized:
+        """Codes and scales. Raises KeyError where `scheme` is None, OctavoError for damage."""
         ...
 
 
