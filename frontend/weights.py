@@ -43,27 +43,16 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """A weight as its checkpoint holds it.
+class QuantizedWeights(Protocol):
+    """Matrices as a checkpoint holds them quantised, by the names that the graph reads them by."""
 
-    ``columns`` i64[K] is set when columns of equal scale were brought together: column ``j`` of
-    ``tensor`` is multiplied by column ``columns[j]`` of x.
-    """
-
-    tensor: QuantTensor
-    columns: torch.Tensor | None = None
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The matrix ``[N, K]`` with its columns in the order of x."""
-        sorted_columns = self.tensor.dequantize(dtype)
-        if self.columns is None:
-            return sorted_columns
-        return torch.empty_like(sorted_columns).index_copy_(1, self.columns, sorted_columns)
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A matrix, read now. Raises KeyError, OctavoError."""
+        ...
 
 
 @runtime_checkable
-class QuantizedSource(Protocol):
+class QuantizedSource(QuantizedWeights, Protocol):
     """What a WeightSource offers besides when its checkpoint is quantised.
 
     ``info`` and ``load`` of the same source give such a weight in f32, exactly what codes and
@@ -71,15 +60,12 @@ class QuantizedSource(Protocol):
     """
 
     def scheme(self, key: str) -> QuantScheme | None:
-        """How a weight is held; None for one that is stored in float. May read small tensors."""
+        """How a weight is held; None where `load` is all there is. May read small tensors."""
         ...
 
     def columns(self, key: str) -> torch.Tensor | None:
-        """``load_quantized(key).columns`` without reading the codes."""
-        ...
-
-    def load_quantized(self, key: str) -> Quantized:
-        """Codes and scales. Raises KeyError where `scheme` is None, OctavoError for damage."""
+        """i64[K] where columns of equal scale were brought together: column ``j`` of the codes is
+        multiplied by column ``columns[j]`` of x. None: by column ``j``. Reads no codes."""
         ...
 
 

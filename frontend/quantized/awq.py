@@ -25,7 +25,7 @@ from octavo.frontend.quantized.packed_matrix import (
     unpack_words,
 )
 from octavo.frontend.quantized.packed_store import Found, read_setting, refuse_setting
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -75,7 +75,7 @@ class _AwqMatrix(PackedMatrix):
             return QuantScheme("int4", (1, self._group), scale)
         return QuantScheme("uint4", (1, self._group), scale, zero="u8")
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         self._check()
         scheme = self.scheme()
         codes = _unpack(self.store.read(self._codes))

@@ -26,7 +26,7 @@ from octavo.frontend.quantized.packed_matrix import (
     part_info,
 )
 from octavo.frontend.quantized.packed_store import Found, refuse_setting
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import CODE_FORMATS, QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -100,7 +100,7 @@ class _Nf4Matrix(PackedMatrix):
     def scheme(self) -> QuantScheme:
         return QuantScheme("nf4", (1, self._state["blocksize"]), "f32")
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         rows, columns = self.shape
         block = self._state["blocksize"]
         # Blocks run over the flat matrix: in a row that they do not divide, they would cross rows.
@@ -160,7 +160,7 @@ class _Int8Matrix(PackedMatrix):
         # No x=: the method keeps outliers of x whole, and a row rounded with them would lose most.
         return QuantScheme("int8", (1, None), "f32")
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         rows, _ = self.shape
         check_part(self.store, self.name, self.name, dtypes=(torch.int8,))
         check_part(self.store, self._scales, self.name, shape=(rows,), dtypes=(torch.float32,))

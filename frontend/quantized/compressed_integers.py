@@ -21,7 +21,7 @@ from octavo.frontend.quantized.packed_matrix import (
     unpack_words,
 )
 from octavo.frontend.quantized.weight_settings import WeightSettings
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -63,7 +63,7 @@ class _Integers(PackedMatrix):
         rows, columns = self.shape
         return rows, columns
 
-    def _made(self, unsigned: Tensor, zeros: Tensor | None, columns: Tensor | None) -> Quantized:
+    def _made(self, unsigned: Tensor, zeros: Tensor | None) -> QuantTensor:
         scheme, sides = self.scheme(), self._side_shape()
         check_part(self.store, self._scales, self.name, dtypes=_FLOATS)
         scales = self.store.read(self._scales)
@@ -77,8 +77,8 @@ class _Integers(PackedMatrix):
         scales = scales.view(sides)
         if zeros is None:
             codes = signed(unsigned, self._settings.bits)
-            return checked(QuantTensor(scheme, codes, scales), columns)
-        return checked(QuantTensor(scheme, unsigned, scales, zeros), columns)
+            return checked(QuantTensor(scheme, codes, scales))
+        return checked(QuantTensor(scheme, unsigned, scales, zeros))
 
 
 class PackedIntegerMatrix(_Integers):
@@ -109,7 +109,7 @@ class PackedIntegerMatrix(_Integers):
             return None
         return sort_columns(self._groups, groups, group)
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         rows, columns = self._matrix_shape()
         bits = self._settings.bits
         self._check_words(self._packed, (rows, ceil(columns * bits / 32)))
@@ -122,7 +122,7 @@ class PackedIntegerMatrix(_Integers):
             sides = self._side_shape()
             self._check_words(self._zeros, (ceil(sides[0] * bits / 32), sides[1]))
             zeros = unpack_words(self.store.read(self._zeros), bits, 0)[: sides[0]].contiguous()
-        return self._made(codes.contiguous(), zeros, order)
+        return self._made(codes.contiguous(), zeros)
 
     def _check_words(self, name: str, shape: tuple[int, int]) -> None:
         check_part(self.store, name, self.name, shape=shape, dtypes=(torch.int32,))
@@ -142,14 +142,14 @@ class IntegerMatrix(_Integers):
             raise OctavoError(f"{self.name} has {len(shape)} dimensions, expected 2")
         return shape[0], shape[1]
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         check_part(self.store, self._codes, self.name, dtypes=(torch.int8,))
         zeros = None
         if not self._settings.is_symmetric:
             sides = self._side_shape()
             check_part(self.store, self._zeros, self.name, dtypes=(torch.int8,))
             zeros = _from_lowest(self.store.read(self._zeros)).view(sides)
-        return self._made(_from_lowest(self.store.read(self._codes)), zeros, None)
+        return self._made(_from_lowest(self.store.read(self._codes)), zeros)
 
 
 def _from_lowest(codes: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Mxfp4Matrix(PackedMatrix):
     def scheme(self) -> QuantScheme:
         return QuantScheme("f4e2m1", (1, 32), "f8e8m0")
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         rows, columns = self.shape
         check_group(self.name, columns, 32)
         bytes_ = (torch.uint8,)

@@ -22,7 +22,7 @@ from octavo.frontend.quantized.packed_matrix import (
     part_info,
 )
 from octavo.frontend.quantized.packed_store import Found, refuse_setting
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -115,7 +115,7 @@ class Fp8Matrix(PackedMatrix):
         scale = "f8e8m0" if dtype in _EXPONENTS else dtype_name(dtype)
         return QuantScheme("f8e4m3", self._block, scale, x=x, x_block=self._x_block if x else None)
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         check_part(self.store, self._scales, self.name, dtypes=(*_FLOATS, *_EXPONENTS))
         codes = self.store.read(self.name)
         if bool(codes.float().isnan().any()):

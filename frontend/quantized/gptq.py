@@ -30,7 +30,7 @@ from octavo.frontend.quantized.packed_matrix import (
     unpack_words,
 )
 from octavo.frontend.quantized.packed_store import Found, read_setting, refuse_setting
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -110,7 +110,7 @@ class _GptqMatrix(PackedMatrix):
         check_part(self.store, self._groups, self.name, shape=(columns,), dtypes=(torch.int32,))
         return sort_columns(self._groups, self.store.read(self._groups), self._settings.group)
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         self._check()
         scheme, columns, bits = self.scheme(), self.columns(), self._settings.bits
         codes = unpack_words(self.store.read(self._codes), bits, 0).T
@@ -120,9 +120,9 @@ class _GptqMatrix(PackedMatrix):
         scales = self.store.read(self._scales).T.contiguous()
         check_scales(self._scales, scales)
         if scheme.zero is None:
-            return checked(QuantTensor(scheme, signed(codes, bits), scales), columns)
+            return checked(QuantTensor(scheme, signed(codes, bits), scales))
         zeros = self._read_zeros().T.contiguous()
-        return checked(QuantTensor(scheme, codes, scales, zeros), columns)
+        return checked(QuantTensor(scheme, codes, scales, zeros))
 
     def _check(self) -> None:
         rows, columns = self.shape

@@ -23,7 +23,7 @@ from octavo.frontend.quantized.packed_matrix import (
     part_info,
 )
 from octavo.frontend.quantized.packed_store import Found
-from octavo.frontend.weights import Quantized, TensorStore
+from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -57,7 +57,7 @@ class Mxfp4Experts(PackedMatrix):
     def scheme(self) -> None:
         return None
 
-    def read(self) -> Quantized:
+    def read(self) -> QuantTensor:
         raise OctavoError(f"{self.name} is a stack of experts, which no scheme says; read_experts")
 
     def read_experts(self) -> list[QuantTensor]:
@@ -71,7 +71,7 @@ class Mxfp4Experts(PackedMatrix):
         check_scales(self._scales, scales)
         blocks = self.store.read(self._blocks)
         return [
-            checked(QuantTensor(_SCHEME, nibbles(codes, low_first=True).flatten(1), sides)).tensor
+            checked(QuantTensor(_SCHEME, nibbles(codes, low_first=True).flatten(1), sides))
             for codes, sides in zip(blocks, scales, strict=True)
         ]
 

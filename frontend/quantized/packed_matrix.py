@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from octavo.frontend.weights import Quantized, TensorInfo, TensorStore
+from octavo.frontend.weights import TensorInfo, TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
@@ -36,16 +36,23 @@ class PackedMatrix(ABC):
         """How it is held; None where no scheme can say it. May read small tensors."""
 
     @abstractmethod
-    def read(self) -> Quantized:
-        """The matrix, checked. Raises OctavoError naming the tensor that is wrong."""
+    def read(self) -> QuantTensor:
+        """Codes and scales, checked, with the columns in the order of `columns`.
+
+        Raises OctavoError naming the tensor that is wrong.
+        """
 
     def columns(self) -> Tensor | None:
-        """The columns of x that its columns are multiplied by, i64[K]; None: as they come."""
+        """i64[K]: the model's columns in the order in which `read` has them; None: as they are."""
         return None
 
     def dequantize(self) -> Tensor:
         """What it stands for, f32 in the model's own order of columns."""
-        return self.read().dequantize()
+        matrix = self.read().dequantize()
+        columns = self.columns()
+        if columns is None:
+            return matrix
+        return torch.empty_like(matrix).index_copy_(1, columns, matrix)
 
 
 def part_info(store: TensorStore, name: str, of: str) -> TensorInfo:
@@ -106,10 +113,10 @@ def check_scales(name: str, scales: Tensor, *, zero_is_sound: bool = False) -> N
             )
 
 
-def checked(matrix: QuantTensor, columns: Tensor | None = None) -> Quantized:
+def checked(matrix: QuantTensor) -> QuantTensor:
     """The matrix, after a check of our own reading."""
     matrix.check()
-    return Quantized(matrix, columns)
+    return matrix
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from octavo.frontend.quantized.packed_matrix import PackedMatrix
-from octavo.frontend.weights import Quantized, TensorInfo, TensorStore
+from octavo.frontend.weights import TensorInfo, TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor
 
 T = TypeVar("T")
 
@@ -76,8 +77,8 @@ class PackedStore:
         """See PackedMatrix.columns; reads no codes."""
         return self._weights[name].columns() if name in self._weights else None
 
-    def read_quantized(self, name: str) -> Quantized:
-        """The weight as it is held. Raises KeyError for one that is not quantised."""
+    def read_quantized(self, name: str) -> QuantTensor:
+        """The weight as it is held, see PackedMatrix.read. Raises KeyError for one that is not quantised."""
         return self._weights[name].read()
 
     def kv_scales(self) -> dict[str, Tensor]:
