@@ -78,7 +78,7 @@ class PackedStore:
         return self._weights[name].columns() if name in self._weights else None
 
     def read_quantized(self, name: str) -> QuantTensor:
-        """The weight as it is held, see PackedMatrix.read. Raises KeyError for one that is not quantised."""
+        """The weight as it is held, see PackedMatrix.read. Raises KeyError for one in float."""
         return self._weights[name].read()
 
     def kv_scales(self) -> dict[str, Tensor]:
