@@ -5,6 +5,8 @@ All stand in the weights region. Schemes are attributes in their text form.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from octavo.ir import quant_tensor
@@ -12,7 +14,7 @@ from octavo.ir.errors import VerifyError
 from octavo.ir.ops.registry import op
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
-from octavo.ir.types import DTYPES, QuantType, TensorType
+from octavo.ir.types import DTYPES, QuantType, TensorType, Type
 
 QUANT_SOURCED = ("quantized", "quantized_checkpoint")  # read by key from WeightSource
 
@@ -75,8 +77,11 @@ def _(*parts: QuantType) -> QuantType:
     return QuantType(parts[0].scheme, (sum(part.shape[0] for part in parts), parts[0].shape[1]))
 
 
-def why_no_concat(parts: tuple[QuantType, ...]) -> str | None:
+def why_no_concat(types: Sequence[Type]) -> str | None:
     """Why quantised matrices cannot stand under one another as one; None when they can."""
+    parts = [part for part in types if isinstance(part, QuantType)]
+    if len(parts) < len(types):
+        return f"not all are quantised: {', '.join(map(str, types))}"
     if len({part.shape[1] for part in parts}) != 1:
         return f"they differ in K: {', '.join(map(str, parts))}"
     if len({part.scheme for part in parts}) != 1:
