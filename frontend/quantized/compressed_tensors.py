@@ -47,13 +47,7 @@ def find_compressed(store: TensorStore, config: Mapping[str, Any]) -> Found:
     for stem in _stems(store):
         settings = _settings_of(stem, groups, str(config.get("format")))
         weights[f"{stem}.weight"] = _matrix(store, stem, settings)
-    explained = activation_scales(store)
-    for name in store.names():
-        if name.endswith(".weight_shape"):
-            continue
-        if name.rpartition(".")[2] in ("input_zero_point", "output_scale", "output_zero_point"):
-            explained[name] = "a static scale of activations; rows are scaled as they come"
-    return Found(weights, explained, kv_scale_names(store))
+    return Found(weights, activation_scales(store), kv_scale_names(store))
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

@@ -30,8 +30,16 @@ from octavo.ir.quant_tensor import QuantTensor
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
 # Static scales of x: a kernel that rounds x takes the scale of each row as it comes, which is
 # nearer to the numbers than one scale of a calibration.
-_ACTIVATION_SUFFIXES = ("activation_scale", "input_scale")
-_KV_SUFFIXES = ("k_scale", "v_scale")
+_ACTIVATION_SUFFIXES = ("activation_scale", "input_scale", "input_zero_point")
+# Scales of the KV cache: of the attention, or in older files of what its projections give out.
+_KV_SUFFIXES = {
+    ".k_scale": ".k_scale",
+    ".v_scale": ".v_scale",
+    ".k_proj.k_scale": ".k_scale",
+    ".v_proj.v_scale": ".v_scale",
+    ".k_proj.output_scale": ".k_scale",
+    ".v_proj.output_scale": ".v_scale",
+}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -77,9 +85,15 @@ def activation_scales(store: TensorStore) -> dict[str, str]:
     }
 
 
-def kv_scale_names(store: TensorStore) -> list[str]:
-    """Tensors that hold scales of the KV cache."""
-    return [name for name in store.names() if name.rpartition(".")[2] in _KV_SUFFIXES]
+def kv_scale_names(store: TensorStore) -> dict[str, str]:
+    """Tensors that hold scales of the KV cache, by the names that these go by."""
+    found: dict[str, str] = {}
+    for name in store.names():
+        endings = [suffix for suffix in _KV_SUFFIXES if name.endswith(suffix)]
+        if endings:
+            longest = max(endings, key=len)
+            found[name.removesuffix(longest) + _KV_SUFFIXES[longest]] = name
+    return found
 
 
 class Fp8Matrix(PackedMatrix):

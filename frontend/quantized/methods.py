@@ -35,7 +35,7 @@ def read_quantization(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | No
 
     Raises OctavoError, naming the method, for one that cannot be read.
     """
-    config = raw.get("quantization_config") or raw.get("compression_config")
+    config = raw.get("quantization_config", raw.get("compression_config"))
     if config is None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None

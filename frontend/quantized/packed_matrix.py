@@ -140,7 +140,7 @@ def nibbles(packed: Tensor, *, low_first: bool) -> Tensor:
 
 def signed(codes: Tensor, bits: int) -> Tensor:
     """Codes u8 that count from the most negative one, as i8."""
-    return (codes.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 
 def sort_columns(name: str, groups: Tensor, group: int) -> Tensor | None:
@@ -154,7 +154,7 @@ def sort_columns(name: str, groups: Tensor, group: int) -> Tensor | None:
     together = torch.arange(columns) // group
     if torch.equal(groups, together):
         return None
-    order = groups.argsort(stable=True)
+    order: Tensor = groups.argsort(stable=True)
     if not torch.equal(groups[order], together):
         raise OctavoError(
             f"{name}: expected each of {columns // group} groups to have {group} columns; the"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from octavo.frontend.quantized.packed_matrix import PackedMatrix
+from octavo.frontend.quantized.packed_matrix import PackedMatrix, check_scales
 from octavo.frontend.weights import TensorInfo, TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
@@ -23,27 +23,29 @@ class Found:
     """What a format makes of a checkpoint.
 
     ``weights`` by their names in the model; ``explained`` are tensors that are left alone, with
-    the reason; ``kv_scales`` are the names of the scales of the KV cache.
+    the reason; ``kv_scales`` are the stored names of the scales of the KV cache by the names that
+    they go by, ``<path of the attention>.k_scale`` and ``.v_scale``.
     """
 
     weights: Mapping[str, PackedMatrix]
     explained: Mapping[str, str] = field(default_factory=dict)
-    kv_scales: Collection[str] = ()
+    kv_scales: Mapping[str, str] = field(default_factory=dict)
 
 
 class PackedStore:
     """A TensorStore in which a quantised weight is one tensor, and its parts are not seen.
 
     ``read`` gives f32, the exact value that codes and scales stand for; ``read_quantized`` gives
-    these. ``explained`` says what became of stored tensors that are no weights.
+    these. ``packed`` are the names of the quantised weights; ``explained`` says what became of
+    stored tensors that are no weights.
     """
 
     def __init__(self, stored: TensorStore, found: Found) -> None:
         self._stored = stored
         self._weights = dict(found.weights)
-        self._kv_scales = sorted(found.kv_scales)
+        self._kv_scales = dict(found.kv_scales)
         self.explained = dict(found.explained)
-        hidden = {*self.explained, *self._kv_scales}
+        hidden = {*self.explained, *self._kv_scales.values()}
         for name, weight in self._weights.items():
             if name in stored.names() and name not in weight.parts:
                 raise OctavoError(
@@ -51,6 +53,7 @@ class PackedStore:
                     " it once; remove the other from the checkpoint"
                 )
             hidden.update(weight.parts)
+        self.packed: Collection[str] = self._weights.keys()
         self._plain = [name for name in stored.names() if name not in hidden]
 
     def names(self) -> Collection[str]:
@@ -82,8 +85,11 @@ class PackedStore:
         return self._weights[name].read()
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Scales of the KV cache, f32 by the name they are stored under, `...k_scale`."""
-        return {name: self._stored.read(name).float() for name in self._kv_scales}
+        """Scales of the KV cache, f32: `<path of the attention>.k_scale` and `.v_scale`."""
+        scales = {key: self._stored.read(name).float() for key, name in self._kv_scales.items()}
+        for key, value in scales.items():
+            check_scales(self._kv_scales[key], value)
+        return scales
 
 
 def read_setting(config: Mapping[str, Any], name: str, kind: type[T]) -> T:

@@ -22,26 +22,24 @@ FP8 = {"num_bits": 8, "type": "float"}
 TOKENS = {"strategy": "token", "dynamic": True}
 BLOCKS = {"strategy": "block", "block_structure": [48, 48]}  # so that the last ones are cut
 GROUPS = {"strategy": "group", "group_size": 128, "dynamic": True}
-# weights, activations, scheme of the KV cache
+# weights, activations
 CHECKPOINTS = {
-    "ct-w4a16": (INT4, None, None),
-    "ct-w4a16-zeros": ({**INT4, "symmetric": False}, None, None),
-    "ct-w8a16": (INT8, None, None),
-    "ct-w8a16-zeros": ({**INT8, "symmetric": False}, None, None),
-    "ct-w8a8-int": (INT8, {"num_bits": 8, "type": "int", **TOKENS}, None),
-    "ct-fp8-tensor": ({**FP8, "strategy": "tensor"}, {**FP8, "strategy": "tensor"}, FP8),
-    "ct-fp8-channel": ({**FP8, "strategy": "channel"}, {**FP8, **TOKENS}, None),
-    "ct-fp8-block": ({**FP8, **BLOCKS}, {**FP8, **GROUPS}, None),
+    "ct-w4a16": (INT4, None),
+    "ct-w4a16-zeros": ({**INT4, "symmetric": False}, None),
+    "ct-w8a16": (INT8, None),
+    "ct-w8a16-zeros": ({**INT8, "symmetric": False}, None),
+    "ct-w8a8-int": (INT8, {"num_bits": 8, "type": "int", **TOKENS}),
+    "ct-fp8-tensor": ({**FP8, "strategy": "tensor"}, {**FP8, "strategy": "tensor"}),
+    "ct-fp8-channel": ({**FP8, "strategy": "channel"}, {**FP8, **TOKENS}),
+    "ct-fp8-block": ({**FP8, **BLOCKS}, {**FP8, **GROUPS}),
 }
 
 
 def main():
-    for name, (weights, activations, cache) in CHECKPOINTS.items():
+    for name, (weights, activations) in CHECKPOINTS.items():
         model = tiny_llama(torch.bfloat16)
         group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-        config = QuantizationConfig(
-            config_groups={"group_0": group}, ignore=["lm_head"], kv_cache_scheme=cache
-        )
+        config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
         apply_quantization_config(model, config)
         for module in model.modules():
             set_scales(module)
@@ -61,9 +59,8 @@ def main():
 
 def set_scales(module):
     """The library's own rule for scales and zeros, on the range of each block of a weight."""
-    for side in ("k_scale", "v_scale", "input_scale"):
-        if getattr(module, side, None) is not None:
-            getattr(module, side).data.fill_({"k_scale": 0.03, "v_scale": 0.02}.get(side, 0.05))
+    if getattr(module, "input_scale", None) is not None:
+        module.input_scale.data.fill_(0.05)
     scheme = getattr(module, "quantization_scheme", None)
     if scheme is None or scheme.weights is None:
         return
