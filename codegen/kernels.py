@@ -29,6 +29,7 @@ class Kernel:
     ``label`` tells kernels of one template apart in file names. ``plan_operands`` are replaced by
     the result of the kernel's ``plan``, which runs once a step, and ``plan_constants`` says which
     plans are the same. ``prepared`` operands go through the kernel's ``prepare`` once, at load.
+    ``layouts`` are pairs of a quantised operand and the layout of its parts (quant_layouts.py).
     ``keywords`` are what the kernel wants of the program: attributes of its Buffers, by name.
     """
 
@@ -40,6 +41,7 @@ class Kernel:
     plan_operands: tuple[int, ...] = ()
     plan_constants: tuple[Any, ...] = ()
     prepared: tuple[int, ...] = ()
+    layouts: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def rule_for(node: Node, kernels: KernelRules) -> Rule:
         return Rule((None,) * len(node.outputs), alias=True)
     if op in UNARY or op in BINARY:
         return Rule(("out",), in_place=tuple((0, index) for index in range(len(node.inputs))))
-    if op in ("cast", "matmul", "concat", "gather_rows", "embedding", COPY):
+    if op in ("cast", "matmul", "concat", "gather_rows", "gather_columns", "embedding", COPY):
         return Rule(("out",))
     if op.startswith(PLAN):
         return Rule((None,))
