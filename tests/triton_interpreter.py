@@ -1,8 +1,9 @@
 """Triton's interpreter, made right for bfloat16, which it holds as uint16.
 
 Left alone, its `tl.dot`, its arithmetic and its comparisons work on those raw bits, its casts cut
-off instead of rounding to nearest even, and it has no bfloat16 constants. Its scalars are arrays of
-one element, which NumPy from 2.4 on takes for no bounds of a loop.
+off instead of rounding to nearest even, and it has no bfloat16 constants. When it rounds to 8-bit
+floats, it loses the carry into the exponent. Its scalars are arrays of one element, which NumPy
+from 2.4 on takes for no bounds of a loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -26,6 +28,7 @@ def install() -> None:
         builder.create_dot = _with_widened_operands(builder.create_dot)
         builder.binary_op = _rounding_results(builder.binary_op)
         builder.cast_impl = _casting(builder.cast_impl)
+        builder.create_fp_to_fp = _with_carry(builder.create_fp_to_fp)
         interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
         libdevice.fast_logf = lambda x: tl.log(x)  # it runs no external functions
 
@@ -63,6 +66,18 @@ def _casting(cast_impl: Callable[..., Any]) -> Callable[..., Any]:
         if goal.scalar == tl.bfloat16:
             return _rounded(widened.data.astype(np.float32))
         return cast_impl(self, widened, goal)
+
+    return patched
+
+
+def _with_carry(create_fp_to_fp: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(self: Any, source: Any, goal: Any, *rest: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or goal.scalar != tl.float8e4nv:
+            return create_fp_to_fp(self, source, goal, *rest)
+        values = torch.from_numpy(np.ascontiguousarray(source.data))
+        # A GPU saturates.
+        rounded = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return Handle(rounded.view(torch.uint8).numpy(), goal.scalar)
 
     return patched
 
