@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.codegen.triton_layouts import TritonLayout
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import DTYPE_NAMES, DTYPES, QuantType, TensorType
 
@@ -86,10 +87,20 @@ def _unpack_nibbles(parts: Mapping[str, Tensor], matrix: QuantType) -> QuantTens
     return QuantTensor(matrix.scheme, **{**parts, "codes": codes})
 
 
+def _pack_triton(matrix: QuantTensor) -> Parts:
+    """In the order in which Triton kernels stream it (triton_layouts.py)."""
+    return TritonLayout.of(matrix.scheme, *matrix.shape).pack(matrix)
+
+
+def _unpack_triton(parts: Mapping[str, Tensor], matrix: QuantType) -> QuantTensor:
+    return TritonLayout.of(matrix.scheme, *matrix.shape).unpack(parts)
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
         QuantLayout("plain", _pack_plain, _unpack_plain),
         QuantLayout("nibbles", _pack_nibbles, _unpack_nibbles),
+        QuantLayout("triton", _pack_triton, _unpack_triton),
     )
 }

@@ -16,6 +16,7 @@ Where a row has one scale, scales are ``f32[N]``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +145,7 @@ class TritonLayout:
         bits = torch.nn.functional.pad(bits, (0, 0, 0, slots - self.groups))
         return bits.contiguous().view(sides.dtype).squeeze(-1)
 
-    def unpack(self, parts: dict[str, Tensor]) -> QuantTensor:
+    def unpack(self, parts: Mapping[str, Tensor]) -> QuantTensor:
         """What was packed; scales of a matrix or of 128 rows come back as such."""
         codes = self._unpack_codes(parts["codes"])
         shape = self.scheme.scale_shape(self.n, self.k)
