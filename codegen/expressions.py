@@ -92,6 +92,8 @@ def call_text(line: Line, operands: Sequence[str], out: str) -> str:
             return f"torch.cat({tuple_text(operands)}, {line.attrs['dim']}, out={out})"
         case "gather_rows":
             return f"torch.index_select({operands[0]}, 0, {operands[1]}, out={out})"
+        case "gather_columns":
+            return f"torch.index_select({operands[0]}, -1, {operands[1]}, out={out})"
         case "embedding":
             return _embedding_text(line, operands, out)
     assert line.op == COPY, f"{line.op} has neither a template nor an expression"

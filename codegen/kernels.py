@@ -73,7 +73,7 @@ def rule_for(node: Node, kernels: KernelRules) -> Rule:
         return Rule((None,) * len(node.outputs), alias=True)
     if op in UNARY or op in BINARY:
         return Rule(("out",), in_place=tuple((0, index) for index in range(len(node.inputs))))
-    if op in ("cast", "matmul", "concat", "gather_rows", "embedding", COPY):
+    if op in ("cast", "matmul", "concat", "gather_rows", "gather_columns", "embedding", COPY):
         return Rule(("out",))
     if op.startswith(PLAN):
         return Rule((None,))

@@ -112,7 +112,7 @@ def _check_floats(state: dict[str, torch.Tensor], weights: WeightSource, stored:
         if not dtype.is_floating_point:
             raise OctavoError(
                 f"{key} is stored as {str(dtype).removeprefix('torch.')}, expected a float tensor;"
-                " quantised checkpoints are not supported by this version"
+                " config.json has no quantization_config that says how it is quantised"
             )
 
 

@@ -14,7 +14,7 @@ from octavo.frontend.reference import Prompt, eager_logits
 from octavo.frontend.refused import RefusedArchitecture, refusing
 from octavo.frontend.tokenwise import check_tokenwise
 from octavo.frontend.trace import BoundWeights, Imported
-from octavo.frontend.weights import WeightSource
+from octavo.frontend.weights import QuantizedSource, WeightSource
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.interpret import interpret
@@ -92,12 +92,16 @@ def check_trace(
     512 is overrun. A 16-bit dtype may differ from Hugging Face in that dtype 3 times as much as
     that differs from float32. Raises RefusedArchitecture.
     """
+    quantized = weights if isinstance(weights, QuantizedSource) else None
+    held = CachedWeights(weights, dtype)
+    bound = BoundWeights(held, imported.buffers, quantized)
     with refusing(config.model_type):
-        return _check(imported, config, dtype, CachedWeights(weights, dtype))
+        return _check(imported, config, dtype, held, WeightCache(imported.graph, bound))
 
 
-def _check(imported: Imported, config: Any, dtype: torch.dtype, held: CachedWeights) -> TraceCheck:
-    cache = WeightCache(imported.graph, BoundWeights(held, imported.buffers))
+def _check(
+    imported: Imported, config: Any, dtype: torch.dtype, held: CachedWeights, cache: WeightCache
+) -> TraceCheck:
     num_ids = config.get_text_config().vocab_size
     check_tokenwise(imported.graph, cache, imported.max_position, num_ids)
     prompts = probe_prompts(imported.graph, imported.max_position, num_ids)

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from octavo.frontend.quantized.methods import read_quantization
 from octavo.frontend.quiet import quiet_transformers
 from octavo.ir.errors import OctavoError
 
@@ -28,7 +29,8 @@ def read_config(path: Path) -> Any:
     """The transformers config that a config.json describes.
 
     Raises OctavoError, naming the file, for what is not JSON, has no or an unknown `model_type`,
-    needs code from the model's repository, is quantised, or is not a decoder-only language model.
+    needs code from the model's repository, is quantised in a format that is not supported, or is
+    not a decoder-only language model. How it is quantised is left out: see quantization_of.
     """
     raw = _read_json(path)
     model_type = raw.get("model_type")
@@ -39,14 +41,22 @@ def read_config(path: Path) -> Any:
         )
     if model_type not in CONFIG_MAPPING:
         raise _unknown_model_type(path, model_type, raw)
-    refuse_quantized(path, raw)
+    read_quantization(path, raw)
     try:
         with quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # config classes raise whatever their validation finds
         raise OctavoError(f"{path}: transformers refuses it: {_one_line(error)}") from error
+    # With it transformers would build the modules of the format, of which Octavo traces none.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     check_causal(path, config)
     return config
+
+
+def quantization_of(path: Path) -> dict[str, Any] | None:
+    """The quantization_config of a config.json, None where there is none. Raises OctavoError."""
+    return read_quantization(path, _read_json(path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -72,18 +82,6 @@ def _unknown_model_type(path: Path, model_type: str, raw: dict[str, Any]) -> Oct
     return OctavoError(
         f"{path}: model_type '{model_type}' is unknown to transformers {version};"
         " upgrade transformers if the model is newer, or correct the name"
-    )
-
-
-def refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
-    """Raise OctavoError naming the quantisation method, if the checkpoint is quantised."""
-    quantization = raw.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    raise OctavoError(
-        f"{path}: quant_method {method or 'unknown'} is not supported yet by this version;"
-        " use the unquantised checkpoint"
     )
 
 

@@ -1,8 +1,10 @@
-"""GGUF weights under the model's names, dequantised one tensor at a time."""
+"""GGUF weights under the model's names, one tensor at a time, as numbers or as codes and scales."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,20 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from octavo.frontend.checkpoint import read_into
 from octavo.frontend.gguf_config import ROPE_FREQS
 from octavo.frontend.gguf_header import GgufHeader, GgufTensor
+from octavo.frontend.quantized.ggml import kept_scheme, unpack_rows
+from octavo.frontend.quantized.packed_matrix import check_scales, checked
 from octavo.frontend.weights import TensorInfo
 from octavo.ir.errors import OctavoError
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor, concat_rows
 
 _CHUNK_ELEMENTS = 1 << 22  # dequantising needs temporaries several times the size of its output
 _EXPERT_STACK = "_exps.weight"
+_NUMBERS = ("F32", "F16", "BF16", "F64")
 
 
 class GgufWeights:
-    """A WeightSource over a GGUF file; every tensor is returned in float32.
+    """A WeightSource over a GGUF file, and a QuantizedSource; `load` gives float32.
 
     Names come from the `gguf` package's table of the architecture, and what llama.cpp's converter
     did to the values (Q and K permuted for llama, norms plus one for gemma, transposes for gpt2)
@@ -69,6 +76,70 @@ class GgufWeights:
             tensor: torch.Tensor = parsed["tensors"][key]
             return tensor
         return torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
+
+    def scheme(self, key: str) -> QuantScheme | None:
+        """None for numbers, for types that are not kept, and where a converter mixed columns."""
+        source = self._sources[key][0]
+        kept = kept_scheme(source.type)
+        if kept is None or len(source.shape) != 2 or self._rows_of(key) is None:
+            return None
+        return kept
+
+    def columns(self, key: str) -> None:
+        """Always None: blocks of GGML lie in the order of x."""
+        return None
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        """Codes and scales, with rows in the model's order."""
+        source, order = self._sources[key][0], self._rows_of(key)
+        if order is None or self.scheme(key) is None:
+            raise KeyError(key)
+        rows, columns = source.shape
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        row_bytes = source.num_bytes // rows
+        pieces = []
+        for start in range(0, rows, step):
+            packed = torch.empty((min(step, rows - start), row_bytes), dtype=torch.uint8)
+            read_into(self._header.path, source.offset + start * row_bytes, packed.view(-1))
+            pieces.append(unpack_rows(source.type, packed, columns))
+        matrix = concat_rows(pieces)
+        # A block of equal numbers has steps of zero.
+        check_scales(source.name, matrix.scales, zero_is_sound=True)
+        if matrix.offsets is not None:
+            check_scales(source.name, matrix.offsets, zero_is_sound=True)
+        ordered: dict[str, Any] = {name: part[order] for name, part in matrix.parts()}
+        return checked(replace(matrix, **ordered))
+
+    def kv_scales(self) -> dict[str, torch.Tensor]:
+        """None: the format has no place for them."""
+        return {}
+
+    def notices(self) -> list[str]:
+        """What is stored quantised and read as numbers, a line for each type."""
+        left = Counter(
+            sources[0].type.name
+            for key, sources in self._sources.items()
+            if sources[0].type.name not in _NUMBERS and self.scheme(key) is None
+        )
+        return [
+            f"{self._header.path.name}: {count} tensors of type {name} are read as numbers"
+            for name, count in sorted(left.items())
+        ]
+
+    def _rows_of(self, key: str) -> torch.Tensor | None:
+        """The stored row of each row of the model, i64[N]; None where rows are not kept whole.
+
+        Told by what becomes of a matrix of row numbers, so that it holds for any converter.
+        """
+        sources = self._sources[key]
+        if len(sources) != 1 or len(sources[0].shape) != 2:
+            return None
+        rows = sources[0].shape[0]
+        numbers = np.repeat(np.arange(rows, dtype=np.float32)[:, None], 2, axis=1)
+        moved = torch.from_numpy(np.ascontiguousarray(self._process(key, sources[0], numbers)))
+        order = moved[:, 0].long() if moved.shape == (rows, 2) else torch.zeros(0)
+        is_whole = torch.equal(moved, order[:, None].expand(-1, 2).float())
+        return order if is_whole and torch.equal(order.sort()[0], torch.arange(rows)) else None
 
     def _process(
         self,

@@ -22,8 +22,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from octavo.frontend.quantized.packed_store import PackedStore
 from octavo.frontend.weights import TensorInfo, TensorStore
 from octavo.ir.errors import OctavoError
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor
 
 
 @dataclass
@@ -39,6 +42,8 @@ class _Conversion:
 class NamedWeights:
     """A WeightSource over a TensorStore; `model` is the meta-device model whose names are used.
 
+    A QuantizedSource too: of a PackedStore, weights that keep their tensor keep their codes.
+
     A tensor that several checkpoint tensors make up (stacked experts) is assembled when it is
     loaded; one that is cut out of a larger tensor costs a read of the larger one. Raises
     OctavoError when two tensors claim one name or a conversion does not fit.
@@ -46,6 +51,7 @@ class NamedWeights:
 
     def __init__(self, store: TensorStore, model: Any, transforms: list[Any]) -> None:
         self._store = store
+        self._packed = store if isinstance(store, PackedStore) else None
         self._model = model
         self._plain: dict[str, str] = {}
         self._converted: dict[str, tuple[_Conversion, TensorInfo]] = {}
@@ -124,3 +130,35 @@ class NamedWeights:
         if key in self._converted:
             return self._convert(self._converted[key][0], on_meta=False)[key].contiguous()
         return self._store.read(self._plain[key])
+
+    def scheme(self, key: str) -> QuantScheme | None:
+        """None too for what several tensors make up: their codes are not put together."""
+        if self._packed is None or key not in self._plain:
+            return None
+        return self._packed.scheme(self._plain[key])
+
+    def columns(self, key: str) -> torch.Tensor | None:
+        if self._packed is None or key not in self._plain:
+            return None
+        return self._packed.columns(self._plain[key])
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        if self._packed is None:
+            raise KeyError(key)
+        return self._packed.read_quantized(self._plain[key])
+
+    def kv_scales(self) -> dict[str, torch.Tensor]:
+        return {} if self._packed is None else self._packed.kv_scales()
+
+    def notices(self) -> list[str]:
+        if self._packed is None:
+            return []
+        converted = {name for made, _ in self._converted.values() for name, _ in made.sources}
+        left = [name for name in self._packed.packed if self._is_numbers(name, converted)]
+        if not left:
+            return []
+        return [f"{len(left)} quantised tensors are read as numbers (such as {left[0]})"]
+
+    def _is_numbers(self, name: str, converted: set[str]) -> bool:
+        assert self._packed is not None, "asked of what is packed"
+        return name in converted or self._packed.scheme(name) is None

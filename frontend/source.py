@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,15 +10,16 @@ from typing import Any, Literal
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from octavo.frontend.checkpoint import open_checkpoint
-from octavo.frontend.config import read_config
+from octavo.frontend.config import quantization_of, read_config
 from octavo.frontend.gguf import GgufWeights
 from octavo.frontend.gguf_config import gguf_config
 from octavo.frontend.gguf_header import read_gguf_header
 from octavo.frontend.hub import fetch_snapshot, is_model_id
 from octavo.frontend.model_files import check_tokenizer, list_model_files
 from octavo.frontend.naming import NamedWeights
+from octavo.frontend.quantized.methods import open_quantized
 from octavo.frontend.random_weights import RandomWeights
-from octavo.frontend.weights import TiedWeights, WeightSource, tied_names
+from octavo.frontend.weights import TensorStore, TiedWeights, WeightSource, tied_names
 from octavo.ir.errors import OctavoError
 
 
@@ -28,7 +30,7 @@ class ModelSource:
     `path` is the checkpoint's directory, the .gguf file, or the bare config file; `name` is what
     to call it (a hub id, or the last part of the path, never a whole path); `revision` the hub's
     commit. `model_files` are the files that go into the artifact as they are; a GGUF has none, its
-    are made.
+    are made. `quantization` is the quantization_config of a quantised checkpoint.
     """
 
     kind: Literal["safetensors", "gguf", "random"]
@@ -38,6 +40,7 @@ class ModelSource:
     revision: str | None = None
     seed: int | None = None
     model_files: tuple[Path, ...] = ()
+    quantization: Mapping[str, Any] | None = None
 
 
 def resolve(
@@ -65,10 +68,11 @@ def resolve(
     return _from_directory(directory, str(model), directory.name, random_weights)
 
 
-def open_weights(source: ModelSource, model: Any) -> WeightSource:
+def open_weights(source: ModelSource, model: Any) -> TiedWeights:
     """The weights by the names of `model`, which is on the meta device; see accounting.account.
 
-    Of a tied pair either name can be loaded. Raises OctavoError when names clash.
+    What the checkpoint holds quantised can be had so, too: it is a QuantizedSource. Of a tied pair
+    either name can be loaded. Raises OctavoError when names clash.
     """
     return TiedWeights(_open(source, model), tied_names(model))
 
@@ -78,13 +82,20 @@ def _open(source: ModelSource, model: Any) -> WeightSource:
         return RandomWeights(model, source.config, source.seed)
     if source.kind == "gguf":
         return GgufWeights(read_gguf_header(source.path), model)
-    return NamedWeights(open_checkpoint(source.path), model, get_model_conversion_mapping(model))
+    store = _open_store(source.path, source.quantization)
+    return NamedWeights(store, model, get_model_conversion_mapping(model))
+
+
+def _open_store(directory: Path, quantization: Mapping[str, Any] | None) -> TensorStore:
+    stored = open_checkpoint(directory)
+    return stored if quantization is None else open_quantized(stored, quantization)
 
 
 def _from_file(path: Path, seed: int | None) -> ModelSource:
     if path.suffix == ".json":
         if seed is None:
             raise OctavoError(f"{path} holds no weights; add --random-weights SEED to draw them")
+        _refuse_random_codes(path, quantization_of(path))
         return ModelSource("random", path.stem, path, read_config(path), None, seed, (path,))
     if path.suffix == ".gguf":
         if seed is not None:
@@ -93,6 +104,14 @@ def _from_file(path: Path, seed: int | None) -> ModelSource:
     if path.suffix == ".safetensors":
         raise OctavoError(f"{path} has no config beside it in itself; give its directory")
     raise OctavoError(f"{path} is not a model; expected a directory, a .gguf file or a config.json")
+
+
+def _refuse_random_codes(path: Path, quantization: Mapping[str, Any] | None) -> None:
+    if quantization is not None:
+        raise OctavoError(
+            f"{path} says quant_method {quantization['quant_method']}, but random weights are drawn"
+            " in float; take quantization_config out of it, and choose a scheme with --quant"
+        )
 
 
 def _from_directory(
@@ -109,7 +128,10 @@ def _from_directory(
     config = read_config(directory / "config.json")
     files = tuple(list_model_files(directory))
     check_tokenizer(directory)
+    quantization = quantization_of(directory / "config.json")
     if seed is not None:
+        _refuse_random_codes(directory / "config.json", quantization)
         return ModelSource("random", name, directory, config, revision, seed, files)
-    open_checkpoint(directory)  # a cut or missing shard is told now, not after the model is traced
-    return ModelSource("safetensors", name, directory, config, revision, None, files)
+    # A cut or missing shard, or a missing scale, is told now, not after the model is traced.
+    _open_store(directory, quantization)
+    return ModelSource("safetensors", name, directory, config, revision, None, files, quantization)

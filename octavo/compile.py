@@ -23,6 +23,7 @@ from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_trace
 from octavo.frontend.config import choose_dtype
 from octavo.frontend.model_files import write_model_files
+from octavo.frontend.read_codes import read_codes
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, Imported, import_model
@@ -173,7 +174,10 @@ def _weights(job: _Job, imported: Imported) -> BoundWeights:
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
         account(imported.model, checkpoint)
-        weights = BoundWeights(checkpoint, imported.buffers)
+        for notice in checkpoint.notices():
+            logger.warning("%s", notice)
+        imported.buffers.update(read_codes(imported.graph, checkpoint))
+        weights = BoundWeights(checkpoint, imported.buffers, checkpoint)
     if not job.with_weights:
         return weights
     with job.phases("compare with Hugging Face"):

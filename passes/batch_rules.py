@@ -11,7 +11,9 @@ from octavo.passes.traits import is_elementwise
 Attrs = dict[str, Any]
 
 # Each row of the last dims on its own: nothing speaks of the leading dim.
-_UNTOUCHED = frozenset({"linear", "matmul", "embedding", "rms_norm", "layer_norm"})
+_UNTOUCHED = frozenset(
+    {"linear", "matmul", "embedding", "rms_norm", "layer_norm", "gather_columns"}
+)
 # Only their ``dim`` does; after it the rank that it counts in, over the operand's.
 _ALONG_DIM: dict[str, int] = {
     "squeeze": 0,

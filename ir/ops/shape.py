@@ -145,3 +145,16 @@ def _(x: TensorType, rows: TensorType) -> TensorType:
     if rows.dtype not in ("i64", "i32") or rows.rank != 1 or x.rank == 0:
         raise VerifyError(f"gather_rows: needs a vector of integers, got {rows}")
     return x.with_shape(rows.shape[0], *x.shape[1:])
+
+
+@op
+def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """``x[..., columns]``."""
+    return x.index_select(-1, columns)
+
+
+@gather_columns.infer
+def _(x: TensorType, columns: TensorType) -> TensorType:
+    if columns.dtype not in ("i64", "i32") or columns.rank != 1 or x.rank == 0:
+        raise VerifyError(f"gather_columns: needs a vector of integers, got {columns}")
+    return x.with_shape(*x.shape[:-1], columns.shape[0])

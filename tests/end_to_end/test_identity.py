@@ -193,6 +193,7 @@ def each_preempted(case: Case) -> list[RequestOutput]:
     not been preempted yet. Everything is computed again."""
     llm = case.load(
         scheduling_policy="priority",
+        ageing_ms=1e9,  # on a slow machine the last to be scheduled would age beyond the filler
         num_gpu_blocks_override=-(-LONGEST // BLOCK_SIZE),
         enable_prefix_caching=False,
     )

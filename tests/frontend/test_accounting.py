@@ -51,7 +51,7 @@ def test_a_whole_checkpoint_is_used_whole(saved_llama: Path, on_meta: Callable[.
         ),
         (
             lambda t: t.update({DOWN: torch.ones(32, 48, dtype=torch.int8)}),
-            rf"{DOWN} is stored as int8, expected a float tensor; quantised checkpoints are not",
+            rf"{DOWN} is stored as int8, expected a float tensor; config.json has no",
         ),
         (
             lambda t: (t.pop(DOWN), t.update(q=torch.ones(1))),

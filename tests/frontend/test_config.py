@@ -32,8 +32,8 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
         ({"model_type": "bart"}, "encoder-decoder"),
         ({"model_type": "vit"}, "no causal language model class"),
         (
-            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quant_method gptq is not supported yet by this version",
+            {**LLAMA, "quantization_config": {"quant_method": "hqq", "bits": 4}},
+            r"quant_method hqq is not supported \(supported: gptq, awq, .*, and GGUF files\)",
         ),
         ({**LLAMA, "quantization_config": {}}, "quant_method unknown is not supported"),
         ({**LLAMA, "hidden_size": "wide"}, "transformers refuses it"),

@@ -52,6 +52,7 @@ SAMPLES: list[tuple[str, list[str | None], dict[str, Any]]] = [
     ("matmul", ["f32[4, T, 8]", "f32[4, 8, T]"], {}),
     ("embedding", ["i64[1, T]", "f32[9, 8]"], {}),
     ("gather_rows", ["f32[9, 2, 4]", "i64[T]"], {}),
+    ("gather_columns", ["f32[T, 2, 9]", "i64[4]"], {}),
     ("rms_norm", ["bf16[T, 8]", "bf16[8]"], {"eps": 1e-6, "round_first": True}),
     ("rms_norm", ["bf16[T, 8]"], {"eps": 1e-6}),
     ("rms_norm", ["f32[T, 2, 8]", "f32[2, 8]"], {"eps": 1e-6, "weight_offset": 1.0}),

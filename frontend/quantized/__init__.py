@@ -1,0 +1,1 @@
+"""Quantised checkpoints as they are found, one file a format."""
