@@ -174,12 +174,13 @@ def _expected(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The result by x as it is, and by its rows rounded to 8 bits if the scheme permits that."""
-    rows = x.double()
+    wide, norm = x.double(), torch.ones(len(x), 1, dtype=torch.float64)
     if constants["norm_eps"] is not None:
-        rows = rows / (rows.pow(2).mean(-1, keepdim=True) + constants["norm_eps"]).sqrt()
+        norm = (wide.pow(2).mean(-1, keepdim=True) + constants["norm_eps"]).rsqrt()
+    rounded = _rounded_rows(x, matrix.scheme)
     found = [
-        _product(constants, each, matrix, bias, residual)
-        for each in (rows, _rounded_rows(rows, matrix.scheme))
+        _product(constants, norm * each, matrix, bias, residual)
+        for each in (wide, rounded)
         if each is not None
     ]
     return found[0], found[1] if len(found) > 1 else None
@@ -202,16 +203,17 @@ def _product(
 
 
 def _rounded_rows(x: Tensor, scheme: QuantScheme) -> Tensor | None:
+    """x in 8 bits, with a scale for each row or block: codes are of x before its norm, which is
+    one factor of them all."""
     if scheme.x is None:
         return None
     block, k = scheme.x_block or x.shape[1], x.shape[1]
-    blocks = F.pad(x, (0, -k % block)).view(len(x), -1, block)
-    scales = (
-        blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / {"i8": 127, "f8e4m3": 448}[scheme.x]
-    )
+    blocks = F.pad(x.float(), (0, -k % block)).view(len(x), -1, block)
+    largest = {"i8": 127, "f8e4m3": 448}[scheme.x]
+    scales = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / largest
     codes = blocks / scales
-    codes = codes.round() if scheme.x == "i8" else codes.float().to(torch.float8_e4m3fn).double()
-    return (codes * scales).view(len(x), -1)[:, :k]
+    codes = codes.round() if scheme.x == "i8" else codes.to(torch.float8_e4m3fn)
+    return (codes.double() * scales.double()).view(len(x), -1)[:, :k]
 
 
 def _sumsq(x: Tensor) -> Tensor:
