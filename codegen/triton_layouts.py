@@ -46,7 +46,7 @@ class TritonLayout:
     def of(cls, scheme: QuantScheme, n: int, k: int) -> TritonLayout:
         """The layout with the widest pieces that add at most a sixteenth to K, or with those that
         add least. Raises VerifyError for a scheme that the kernels do not know."""
-        if reason := _refusal(scheme):
+        if reason := why_no_kernel(scheme):
             raise VerifyError(f"{scheme}: there is no Triton kernel for {reason}")
         width = 4 if scheme.format.bits == 4 else 8
         pieces, group = 16 // width, scheme.block[1]
@@ -75,9 +75,11 @@ class TritonLayout:
         """Places for scales of a span: as many as make up 4 bytes, if there are fewer."""
         return max(self.groups, 4 // DTYPES[self.scheme.scale].itemsize)
 
-    def constants(self) -> dict[str, Any]:
-        """What a template has to know of it."""
+    def constants(self, dtype: str, out_dtype: str) -> dict[str, Any]:
+        """What the template has to know, for an x and a result of these dtypes."""
         scheme = self.scheme
+        # PyTorch's product of fp8 operands, which wants whole 16 bytes and makes bf16.
+        has_scaled = scheme.x == "f8e4m3" and scheme.x_block is None and self.n % 16 == 0
         return {
             "scheme": str(scheme),
             "codes": scheme.codes,
@@ -91,6 +93,7 @@ class TritonLayout:
             "offset_dtype": scheme.offset,
             "x_codes": scheme.x,
             "x_block": scheme.x_block,
+            "has_scaled": has_scaled and dtype == out_dtype == "bf16",
             "num_bytes": sum(
                 math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self.shapes().values()
             ),
@@ -99,6 +102,7 @@ class TritonLayout:
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each packed part."""
         scheme, sides = self.scheme, (self.num_spans, self.n)
+        parts: dict[str, tuple[str, tuple[int, ...]]]
         if self.pieces == 4:
             parts = {"codes": ("i16", (*sides, self.piece))}
         else:
@@ -173,8 +177,8 @@ class TritonLayout:
         )
 
 
-def _refusal(scheme: QuantScheme) -> str | None:
-    """Why there is no kernel; None where there is one."""
+def why_no_kernel(scheme: QuantScheme) -> str | None:
+    """What of a scheme the kernels do not know; None where there is one for it."""
     up, across = scheme.block
     if scheme.codes not in CODES:
         return f"codes of {scheme.codes}"

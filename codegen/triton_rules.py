@@ -6,12 +6,14 @@ buffers by keyword, then what the kernel wants of the program (docs/cuda.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from octavo.codegen.kernels import Kernel, KernelRules, Rule
+from octavo.codegen.triton_layouts import TritonLayout
 from octavo.ir.graph import Node, Value
-from octavo.ir.types import KVType, TensorType
+from octavo.ir.types import KVType, QuantType, TensorType
 
 _WORKSPACE = ("workspace",)
 _ATTENTION = ("block_size", "workspace")
@@ -37,45 +39,89 @@ def _linear(node: Node) -> Rule | None:
     x, weight = node.operand(0), node.operand(1)
     if not weight.is_weight or x.dtype not in ("bf16", "f16", "f32"):
         return None
-    n, k = weight.shape
-    attrs = node.attrs
-    norm_eps, activation, cap = (attrs.get(key) for key in ("norm_eps", "activation", "cap"))
-    has = {name: _operand(node, 2 + i) is not None for i, name in enumerate(_LINEAR_OPERANDS)}
-    constants = (
-        ("k", k),
-        ("n", n),
-        ("dtype", x.dtype),
-        ("out_dtype", node.outputs[0].dtype),
-        ("has_bias", has["bias"]),
-        ("norm_eps", norm_eps),
-        ("activation", activation),
-        ("softcap", cap),
-        ("has_residual", has["residual"]),
-        ("takes_sumsq", has["sumsq"]),
-        ("emit_sumsq", attrs.get("emit_sumsq", False)),
-    )
-    words = {
-        "bias": has["bias"],
-        "norm": norm_eps is not None,
-        activation: activation is not None,
-        "softcap": cap is not None,
-        "residual": has["residual"],
-    }
-    label = (k, n, *(word for word, is_so in words.items() if is_so))
+    constants = _linear_constants(node)
     scratch = []
-    if norm_eps is not None:
+    if constants["norm_eps"] is not None:
         scratch.append(("normed", x.tensor))
-    if activation is not None:
-        scratch.append(("wide", x.tensor.with_shape(*x.shape[:-1], n)))
+    wide = ("wide", x.tensor.with_shape(*x.shape[:-1], constants["n"]))
+    if isinstance(weight.type, QuantType):
+        return _quant_linear(node, weight.type, constants, [*scratch, wide])
+    if constants["activation"] is not None:
+        scratch.append(wide)
+    label = _linear_label(constants)
+    kernel = Kernel(node.op, (*constants.items(),), label, template="linear", keywords=_WORKSPACE)
+    return _linear_rule(node, kernel, scratch)
+
+
+def _linear_rule(node: Node, kernel: Kernel, scratch: Sequence[tuple[str, TensorType]]) -> Rule:
     return Rule(
         ("out", "sumsq_out")[: len(node.outputs)],
-        Kernel(node.op, constants, label, template="linear", keywords=_WORKSPACE),
-        in_place=((0, 3),) if has["residual"] else (),
+        kernel,
+        in_place=((0, 3),) if dict(kernel.constants)["has_residual"] else (),
         scratch=tuple(scratch),
     )
 
 
+def _linear_constants(node: Node) -> dict[str, Any]:
+    n, k = node.operand(1).shape
+    has = {name: _operand(node, 2 + i) is not None for i, name in enumerate(_LINEAR_OPERANDS)}
+    return {
+        "k": k,
+        "n": n,
+        "dtype": node.operand(0).dtype,
+        "out_dtype": node.outputs[0].dtype,
+        "has_bias": has["bias"],
+        "norm_eps": node.attrs.get("norm_eps"),
+        "activation": node.attrs.get("activation"),
+        "softcap": node.attrs.get("cap"),
+        "has_residual": has["residual"],
+        "takes_sumsq": has["sumsq"],
+        "emit_sumsq": node.attrs.get("emit_sumsq", False),
+    }
+
+
 _LINEAR_OPERANDS = ("bias", "residual", "sumsq")
+
+
+def _linear_label(constants: dict[str, Any]) -> tuple[Any, ...]:
+    activation = constants["activation"]
+    words = {
+        "bias": constants["has_bias"],
+        "norm": constants["norm_eps"] is not None,
+        activation: activation is not None,
+        "softcap": constants["softcap"] is not None,
+        "residual": constants["has_residual"],
+    }
+    return (constants["k"], constants["n"], *(word for word, is_so in words.items() if is_so))
+
+
+def _quant_linear(
+    node: Node,
+    weight: QuantType,
+    constants: dict[str, Any],
+    scratch: list[tuple[str, TensorType]],
+) -> Rule:
+    """A linear of a quantised weight. Raises VerifyError for a scheme that no kernel knows."""
+    x, layout = node.operand(0).tensor, TritonLayout.of(weight.scheme, *weight.shape)
+    label = (weight.scheme.codes, *_linear_label(constants))
+    constants |= layout.constants(constants["dtype"], constants["out_dtype"])
+    stands_around = constants["softcap"] is not None or constants["has_residual"]
+    if constants["activation"] is None and not (constants["has_scaled"] and stands_around):
+        scratch = scratch[:-1]  # nothing is wide but what PyTorch leaves for more to be done
+    if weight.scheme.x is not None:
+        width, block = layout.num_spans * layout.span, weight.scheme.x_block
+        rounded = x.with_dtype(weight.scheme.x).with_shape(*x.shape[:-1], width)
+        scales = x.with_dtype("f32").with_shape(*x.shape[:-1], width // (block or width))
+        scratch += [("rounded", rounded), ("row_scales", scales)]
+    kernel = Kernel(
+        node.op,
+        (*constants.items(),),
+        label,
+        template="quant_linear",
+        keywords=_WORKSPACE,
+        layouts=((1, "triton"),),
+    )
+    return _linear_rule(node, kernel, scratch)
 
 
 def _embedding(node: Node) -> Rule | None:

@@ -307,7 +307,7 @@ def _module(shape: str, scheme: str) -> ModuleType:
     text, template = SCHEMES[scheme], "linear"
     if text is not None:
         template = "quant_linear"
-        constants |= TritonLayout.of(QuantScheme.parse(text), n, k).constants()
+        constants |= TritonLayout.of(QuantScheme.parse(text), n, k).constants("bf16", "bf16")
     source = render_kernel(f"triton/{template}.py.j2", "fused_linear", constants)
     name = f"{shape}_{scheme}"
     path = Path(tempfile.mkdtemp(prefix="quant_linears_")) / f"{name}.py"

@@ -79,7 +79,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @cache
 def _module(scheme: str, n: int, k: int, **more: Any) -> ModuleType:
     layout = TritonLayout.of(QuantScheme.parse(scheme), n, k)
-    constants = {"k": k, "n": n} | PLAIN | layout.constants() | more
+    constants = {"k": k, "n": n} | PLAIN | more
+    constants |= layout.constants(constants["dtype"], constants["out_dtype"])
     return rendered("linear", constants, "quant_linear")
 
 
