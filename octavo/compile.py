@@ -179,7 +179,10 @@ def _build(job: _Job) -> Manifest:
             max_position=imported.max_position,
             target=job.targets.main.kind,
             quantization=Quantization(
-                job.recipe, job.calibration is not None, job.targets.main.why_no_kernel
+                job.recipe,
+                job.calibration is not None,
+                job.targets.main.why_no_kernel,
+                job.targets.main.can_embed,
             ),
         )
         _refuse_unpaged(graph, stages)

@@ -154,7 +154,7 @@ def test_a_recipe_and_what_inspect_says_of_it(
     assert manifest.quantization == "mixed"
     # q_proj and the MLP of all layers but the first, and the head.
     assert manifest.quant_schemes == {"int4<1x32, f16>": 4, "int8<1x*, f32>": 3}
-    out = octavo_here("inspect", artifact).out
+    out = octavo_here("inspect", artifact).stdout
     assert "mixed: 4 x int4<1x32, f16>, 3 x int8<1x*, f32>" in out
     with pytest.raises(InvalidRequest, match="compiled with quantization mixed, not int8"):
         LLM(artifact, quantization="int8")
