@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.codegen.kernels import is_fallback
-from octavo.codegen.lower import lower
+from octavo.codegen.lower import Line, lower
 from octavo.codegen.memory import MemoryPlan, plan_memory, unit_size
 from octavo.codegen.program import ProgramWriter
 from octavo.codegen.render import KernelSet, RenderedKernel
@@ -17,7 +18,7 @@ from octavo.codegen.schedule import Schedule, make_schedule
 from octavo.codegen.target import CPU, Target
 from octavo.codegen.weights import Progress, write_weights
 from octavo.ir.errors import OctavoError
-from octavo.ir.graph import Graph
+from octavo.ir.graph import Graph, Value
 from octavo.ir.manifest import KVSlot
 from octavo.ir.types import KVType
 from octavo.ir.weight_cache import WeightSource
@@ -73,6 +74,7 @@ def generate(
         graph,
         weights,
         directory / "weights",
+        layouts=weight_layouts(program.lines),
         progress=progress,
         without_checkpoint=without_checkpoint,
     )
@@ -81,6 +83,16 @@ def generate(
     return Generated(
         rendered, dict(sorted(fallback.items())), memory, kv_slots(graph), weight_bytes
     )
+
+
+def weight_layouts(lines: Iterable[Line]) -> dict[Value, str]:
+    """How each quantised weight is packed: as the kernels that read it say."""
+    found: dict[Value, str] = {}
+    for line in lines:
+        for index, layout in line.rule.kernel.layouts if line.rule.kernel else ():
+            value = line.operand(index)
+            assert found.setdefault(value, layout) == layout, f"{value} is read in two layouts"
+    return found
 
 
 def check_inputs(graph: Graph) -> None:

@@ -29,6 +29,7 @@ class Kernel:
     ``label`` tells kernels of one template apart in file names. ``plan_operands`` are replaced by
     the result of the kernel's ``plan``, which runs once a step, and ``plan_constants`` says which
     plans are the same. ``prepared`` operands go through the kernel's ``prepare`` once, at load.
+    ``layouts`` are pairs of a quantised operand and the layout of its parts (quant_layouts.py).
     ``keywords`` are what the kernel wants of the program: attributes of its Buffers, by name.
     """
 
@@ -40,6 +41,7 @@ class Kernel:
     plan_operands: tuple[int, ...] = ()
     plan_constants: tuple[Any, ...] = ()
     prepared: tuple[int, ...] = ()
+    layouts: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

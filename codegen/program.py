@@ -21,11 +21,13 @@ from octavo.codegen.kernels import PLAN, VIEWS
 from octavo.codegen.loops import CallText, fold_calls
 from octavo.codegen.lower import Line, is_state
 from octavo.codegen.memory import MemoryPlan
+from octavo.codegen.quant_layouts import find_layout
 from octavo.codegen.render import KernelSet, environment
 from octavo.codegen.schedule import Body, Call, Part, Schedule
 from octavo.codegen.triton_rules import sampler
 from octavo.ir.graph import Graph, Kind, Value
 from octavo.ir.ops.aten import _overload
+from octavo.ir.types import QuantType
 
 _LAYER_PREFIX = re.compile(r"^(?:.*\.)?(?:layers|layer|h|blocks|block)\.\d+(?:\.|$)")
 _LAYER_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -57,6 +59,35 @@ class Field:
     name: str
     bound: str
     comment: str = ""
+    annotation: str = "Tensor"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A form in which a function reads a weight: whole, one part of a quantised one, or prepared.
+
+    ``parts`` are those that are fetched, none of a whole tensor; ``prepare`` names the module
+    whose ``prepare`` they go through.
+    """
+
+    value: Value
+    parts: tuple[str, ...] = ()
+    prepare: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the field is called."""
+        return self.value.name if len(self.parts) != 1 else f"{self.value.name}.{self.parts[0]}"
+
+    def expression(self, key: str, *, is_literal: bool) -> str:
+        """How it is fetched; ``key`` is the weight's name, in quotes if it is a literal."""
+        keys = [_part_key(key, part, is_literal) for part in self.parts] or [key]
+        fetched = ", ".join(f"weights[{key}]" for key in keys)
+        return f"{self.prepare}.prepare({fetched})" if self.prepare else fetched
+
+
+def _part_key(key: str, part: str, is_literal: bool) -> str:
+    return f'{key[:-1]}.{part}"' if is_literal else f'{key} + ".{part}"'
 
 
 @dataclass
@@ -65,7 +96,7 @@ class Scope:
 
     holder: str  # where weights are: `w` or `self`
     names: dict[Value, str] = field(default_factory=dict)
-    weights: dict[tuple[Value, str | None], str] = field(default_factory=dict)
+    weights: dict[Bound, str] = field(default_factory=dict)
     caches: dict[int, tuple[str, str]] = field(default_factory=dict)  # by slot
     lines: list[str] = field(default_factory=list)
     module: str | None = None
@@ -178,7 +209,7 @@ class ProgramWriter:
 
     def _body_model(self, body: Body, scope: Scope) -> dict[str, Any]:
         calls = [call for call in self.schedule.calls if call.body is body]
-        order = [list(body.part.weights).index(value) for value, _ in scope.weights]
+        order = [list(body.part.weights).index(value) for value in _read(scope)]
         parameters = [
             f"{scope.names[value]}: {_annotation(value)}" for value in body.part.arguments
         ]
@@ -197,10 +228,11 @@ class ProgramWriter:
 
     def _body_fields(self, body: Body, scope: Scope) -> list[Field]:
         fields = []
-        for index, ((value, module), name) in enumerate(scope.weights.items()):
-            bound = f"weights[names[{index}]]"
-            bound = f"{module}.prepare({bound})" if module else bound
-            fields.append(Field(name, bound, f"  # {value.type}"))
+        places = {value: index for index, value in enumerate(_read(scope))}
+        for weight, name in scope.weights.items():
+            fetched = weight.expression(f"names[{places[weight.value]}]", is_literal=False)
+            annotation = "Any" if len(weight.parts) > 1 else "Tensor"
+            fields.append(Field(name, fetched, f"  # {weight.value.type}", annotation))
         for index, slot in enumerate(body.part.slots):
             for half, name in enumerate(scope.caches[slot]):
                 bound = f"kv_caches[slots[{index}]][{half}].flatten(0, 1)"
@@ -251,9 +283,9 @@ class ProgramWriter:
 
     def _fields(self, main: Scope) -> list[Field]:
         fields = []
-        for (value, module), name in main.weights.items():
-            bound = f'weights["{value.name}"]'
-            fields.append(Field(name, f"{module}.prepare({bound})" if module else bound))
+        for weight, name in main.weights.items():
+            key = f'"{weight.value.name}"'
+            fields.append(Field(name, weight.expression(key, is_literal=True)))
         for slot, names in main.caches.items():
             for half, name in enumerate(names):
                 fields.append(Field(name, f"kv_caches[{slot}][{half}].flatten(0, 1)"))
@@ -300,7 +332,7 @@ class ProgramWriter:
         if line.op.startswith(PLAN):
             extra = ["self.block_size"] if line.op == f"{PLAN}paged_attention" else []
             return f"{module}.plan({', '.join([*self._operands(line, scope), *extra])})"
-        arguments = self._operands(line, scope, module, kernel.prepared)
+        arguments = self._operands(line, scope, module)
         for index, out in enumerate(line.rule.outs):
             if out is not None:
                 arguments.append(f"{out}={self._out(line, index, scope, names)}")
@@ -322,11 +354,13 @@ class ProgramWriter:
         line: Line,
         scope: Scope,
         module: str | None = None,
-        prepared: Sequence[int] = (),
         *,
         keep_none: bool = False,
     ) -> list[str]:
+        """The operands as the statement reads them; ``module`` is that of the line's kernel."""
         texts = []
+        kernel = line.rule.kernel if module else None
+        prepared, layouts = (kernel.prepared, dict(kernel.layouts)) if kernel else ((), {})
         for index, value in enumerate(line.inputs):
             if value is None:
                 texts.extend(["None"] if keep_none else [])
@@ -334,18 +368,26 @@ class ProgramWriter:
                 texts.extend(self._caches(line.attrs["slot"], scope))
             else:
                 prepare = module if index in prepared and value.is_weight else None
-                texts.append(self._operand(value, scope, prepare))
+                parts = tuple(_part_names(value, layouts[index])) if index in layouts else ()
+                forms = [parts] if prepare or not parts else [(part,) for part in parts]
+                texts.extend(self._operand(value, scope, form, prepare) for form in forms)
         return texts
 
-    def _operand(self, value: Value, scope: Scope, prepare: str | None = None) -> str:
+    def _operand(
+        self,
+        value: Value,
+        scope: Scope,
+        parts: tuple[str, ...] = (),
+        prepare: str | None = None,
+    ) -> str:
         if value in scope.names:
             return scope.names[value]
         if value.kind is not Kind.WEIGHT:
             return f"b.{self.planned[value]}"
-        key = (value, prepare)
+        key = Bound(value, parts, prepare)
         if key not in scope.weights:
             taken = Names([*scope.weights.values(), *_PROGRAM_ATTRIBUTES])
-            scope.weights[key] = taken.new(value.name)
+            scope.weights[key] = taken.new(key.name)
         return f"{scope.holder}.{scope.weights[key]}"
 
     def _caches(self, slot: int, scope: Scope) -> list[str]:
@@ -394,6 +436,16 @@ _PROGRAM_ATTRIBUTES = (
 
 def _annotation(value: Value) -> str:
     return "Any" if value.dtype == "plan" else "Tensor"
+
+
+def _read(scope: Scope) -> list[Value]:
+    """The weights that a function reads, each once."""
+    return list(dict.fromkeys(weight.value for weight in scope.weights))
+
+
+def _part_names(value: Value, layout: str) -> Iterable[str]:
+    assert isinstance(value.type, QuantType), f"{value} is a {value.type} with a layout"
+    return find_layout(layout).part_types(value.type)
 
 
 def _returns_list(line: Line) -> bool:

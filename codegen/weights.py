@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.codegen.quant_layouts import find_layout
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph, Value
-from octavo.ir.types import Dim, TensorType
+from octavo.ir.ops.quant import QUANT_SOURCED
+from octavo.ir.quant_tensor import QuantTensor
+from octavo.ir.types import Dim, QuantType, TensorType
 from octavo.ir.weight_cache import WeightCache, WeightSource
 
 SHARD_BYTES = 256 * 1024 * 1024
@@ -76,14 +79,17 @@ def write_weights(
     source: WeightSource,
     folder: Path,
     *,
+    layouts: Mapping[Value, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
     without_checkpoint: bool = False,
 ) -> int:
     """Evaluate and write every weight that the step reads; returns the bytes written.
 
-    Peak memory is about one shard and one tensor. ``without_checkpoint``: of weights that depend on
-    the checkpoint only the shapes are written, the others (position tables) are written as ever.
+    ``layouts`` says how quantised weights are packed: ``w`` is then written as ``w.codes``,
+    ``w.scales`` and so on. Peak memory is about one shard and one tensor. ``without_checkpoint``:
+    of weights that depend on the checkpoint only the shapes are written, the others (position
+    tables) are written as ever.
     Raises OctavoError for a weight with a NaN or an infinity, naming it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,29 +98,53 @@ def write_weights(
     used = graph.used_weights()
     absent = _from_checkpoint(graph) if without_checkpoint else frozenset()
     for index, value in enumerate(used):
+        layout = (layouts or {}).get(value)
         if value in absent:
-            writer.declare(value.name, value.tensor)
+            for name, part_type in _declared(value, layout):
+                writer.declare(name, part_type)
             continue
-        tensor = cache.get(value)
-        check_finite(value, tensor)
-        # A literal or a slice may share memory with another weight, and a shard may not.
-        writer.add(value.name, tensor.clone() if _is_view(tensor) else tensor)
+        for name, tensor in _parts(value, cache.get(value), layout):
+            check_finite(name, tensor)
+            # A literal or a slice may share memory with another weight, and a shard may not.
+            writer.add(name, tensor.clone() if _is_view(tensor) else tensor)
         if progress is not None:
             progress(index + 1, len(used))
     writer.finish()
     return writer.num_bytes
 
 
+def _declared(value: Value, layout: str | None) -> Iterator[tuple[str, TensorType]]:
+    """Names and types of the tensors that a weight is stored as."""
+    if not isinstance(value.type, QuantType):
+        yield value.name, value.tensor
+        return
+    assert layout is not None, f"no kernel reads {value}"
+    for part, part_type in find_layout(layout).part_types(value.type).items():
+        yield f"{value.name}.{part}", part_type
+
+
+def _parts(
+    value: Value, held: Tensor | QuantTensor, layout: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a weight is stored as, by name."""
+    if not isinstance(held, QuantTensor):
+        yield value.name, held
+        return
+    assert layout is not None, f"no kernel reads {value}"
+    for part, tensor in find_layout(layout).pack(held).items():
+        yield f"{value.name}.{part}", tensor
+
+
 def _from_checkpoint(graph: Graph) -> frozenset[Value]:
     """The weights that cannot be evaluated without the checkpoint."""
     found: set[Value] = set()
     for node in graph.weight_nodes:
-        if node.op == "checkpoint" or not found.isdisjoint(node.operands):
+        if node.op in ("checkpoint", *QUANT_SOURCED) or not found.isdisjoint(node.operands):
             found.update(node.outputs)
     return frozenset(found)
 
 
-def check_finite(value: Value, tensor: Tensor) -> None:
+def check_finite(name: str, tensor: Tensor) -> None:
     """Raise OctavoError when a floating-point weight has a NaN or an infinity."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         return
@@ -123,7 +153,7 @@ def check_finite(value: Value, tensor: Tensor) -> None:
         if not bool(torch.isfinite(piece).all()):
             kind = "a NaN" if bool(torch.isnan(piece).any()) else "an infinity"
             raise OctavoError(
-                f"the weight {value.name} holds {kind}; the checkpoint is damaged, "
+                f"the weight {name} holds {kind}; the checkpoint is damaged, "
                 "download or export it again"
             )
 

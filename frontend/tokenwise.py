@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.frontend.refused import RefusedArchitecture
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import op_def, resolve
+from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import SymDim, TensorType
 from octavo.ir.weight_cache import WeightCache
 
@@ -75,7 +76,7 @@ def _run(graph: Graph, ids: Tensor, positions: Tensor, weights: WeightCache) -> 
 
 def _operand(
     value: Value | None, values: dict[Value, Tensor], weights: WeightCache
-) -> Tensor | None:
+) -> Tensor | QuantTensor | None:
     if value is None:
         return None
     return weights.get(value) if value.is_weight else values[value]

@@ -20,8 +20,9 @@ from octavo.frontend.mask_probe import MaskDescription
 from octavo.frontend.meta_model import build_model, computed_buffers, parameters_on_cpu
 from octavo.frontend.positions import bound_positions
 from octavo.frontend.refused import RefusedArchitecture, gist, refusing
-from octavo.frontend.weights import WeightSource
+from octavo.frontend.weights import QuantizedWeights, WeightSource
 from octavo.ir.graph import Graph
+from octavo.ir.quant_tensor import QuantTensor
 
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
@@ -50,6 +51,7 @@ class BoundWeights:
 
     source: WeightSource
     buffers: dict[str, Tensor]
+    quantized: QuantizedWeights | None = None
 
     def load(self, key: str) -> Tensor:
         """A tensor of the checkpoint."""
@@ -58,6 +60,12 @@ class BoundWeights:
     def buffer(self, key: str) -> Tensor:
         """A buffer that the model computed when it was built."""
         return self.buffers[key]
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A matrix that the checkpoint holds quantised. Raises KeyError where there is none."""
+        if self.quantized is None:
+            raise KeyError(key)
+        return self.quantized.load_quantized(key)
 
 
 class _Step(nn.Module):

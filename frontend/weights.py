@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from octavo.ir.quant_tensor import QuantTensor
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -37,6 +39,14 @@ class WeightSource(Protocol):
 
     def load(self, key: str) -> torch.Tensor:
         """A fresh CPU tensor. Nothing is kept open or cached. Raises KeyError, OctavoError."""
+        ...
+
+
+class QuantizedWeights(Protocol):
+    """Matrices as a checkpoint holds them quantised, by the names that the graph reads them by."""
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A matrix, read now. Raises KeyError, OctavoError."""
         ...
 
 

@@ -9,10 +9,13 @@ from torch import Tensor
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Value
 from octavo.ir.ops.paged import KVState
-from octavo.ir.types import DTYPE_NAMES, KVType, SymDim, TensorType, dim_at
+from octavo.ir.quant_tensor import QuantTensor
+from octavo.ir.types import DTYPE_NAMES, KVType, QuantType, SymDim, TensorType, dim_at
 
 
-def bind_inputs(graph: Graph, inputs: Mapping[str, Tensor | KVState]) -> dict[str, int]:
+def bind_inputs(
+    graph: Graph, inputs: Mapping[str, Tensor | QuantTensor | KVState]
+) -> dict[str, int]:
     """The sizes of the symbols, read off the inputs; all inputs are checked against their types.
 
     Raises VerifyError that names the input, what was expected and what came.
@@ -32,10 +35,14 @@ def bind_inputs(graph: Graph, inputs: Mapping[str, Tensor | KVState]) -> dict[st
     return sizes
 
 
-def check_result(value: Value, given: Tensor | KVState, sizes: Mapping[str, int]) -> None:
-    """Raise VerifyError unless a tensor or state is of the type that its value declares."""
+def check_result(
+    value: Value, given: Tensor | QuantTensor | KVState, sizes: Mapping[str, int]
+) -> None:
+    """Raise VerifyError unless a tensor, quantised matrix or state is of its value's type."""
     if isinstance(value.type, KVType):
         fits = isinstance(given, KVState) and _fits_kv(value.type, given)
+    elif isinstance(value.type, QuantType):
+        fits = isinstance(given, QuantTensor) and _fits_quant(value.type, given)
     else:
         fits = (
             isinstance(given, Tensor)
@@ -85,10 +92,17 @@ def _fits_kv(declared: KVType, given: KVState) -> bool:
     )
 
 
+def _fits_quant(declared: QuantType, given: QuantTensor) -> bool:
+    given.check()
+    return (declared.scheme, declared.shape) == (given.scheme, given.shape)
+
+
 def _shown(given: object) -> str:
     if isinstance(given, Tensor):
         dtype = DTYPE_NAMES.get(given.dtype, str(given.dtype))
         return f"{dtype}[{', '.join(map(str, given.shape))}]"
+    if isinstance(given, QuantTensor):
+        return f"{given.scheme}[{', '.join(map(str, given.shape))}]"
     if isinstance(given, KVState):
         slots = [f"{_shown(k)} {_shown(v)}" for k, v in zip(given.keys, given.values, strict=True)]
         return f"a KV state of {len(slots)} slots: {'; '.join(slots[:2])}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from octavo.ir.types import TensorType, Type
+from octavo.ir.types import QuantType, TensorType, Type
 
 if TYPE_CHECKING:
     import networkx
@@ -76,11 +76,11 @@ class Value:
     @property
     def shape(self) -> tuple[Any, ...]:
         """The shape, ints and SymDims."""
-        return self.tensor.shape
+        return self.type.shape if isinstance(self.type, QuantType) else self.tensor.shape
 
     @property
     def dtype(self) -> str:
-        """The dtype's name in the IR."""
+        """The dtype's name in the IR; the scheme of a quantised matrix."""
         return self.type.dtype
 
 

@@ -14,6 +14,7 @@ from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import op_def, resolve
 from octavo.ir.ops.paged import KVState
 from octavo.ir.ops.registry import EVALUATION_ERRORS, reason
+from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.weight_cache import WeightCache, WeightSource
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "run_node",
 ]
 
-Result = Tensor | KVState
+Result = Tensor | QuantTensor | KVState
 Observer = Callable[[Node, list[Result]], None]
 
 

@@ -19,7 +19,7 @@ _WORDS = re.compile(
     | (?P<number>[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)
     | (?P<word>-?inf\b|[A-Za-z_][\w.]*)
     | (?P<operand>\$\d+)
-    | (?P<mark>[(){}\[\]<>,:=*])
+    | (?P<mark>[(){}\[\]<>,:=*/])
     | (?P<other>.)
     """,
     re.VERBOSE,

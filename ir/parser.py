@@ -13,7 +13,8 @@ from octavo.ir.graph import Graph, Origin, Value
 from octavo.ir.lexer import Source, Token
 from octavo.ir.ops import OpDef, infer_types, op_def, registered_ops
 from octavo.ir.ops.aten import OperandRef
-from octavo.ir.types import DTYPES, Dim, KVType, SlotShape, SymDim, TensorType, Type
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.types import DTYPES, Dim, KVType, QuantType, SlotShape, SymDim, TensorType, Type
 
 _CONSTANTS = {"none": None, "true": True, "false": False}
 _FLOATS = ("inf", "-inf", "nan")
@@ -244,10 +245,28 @@ class _Parser:
         token = self.expect_kind("word", "a type, as in `f32[T, 64]`")
         if token.text == "kv":
             return self.kv_type()
+        if self.token.text == "<":
+            return self.quant_type(token)
         if token.text not in DTYPES:
             self.fail(f"unknown dtype; expected one of {', '.join(DTYPES)}", token)
         self.expect("[")
         return TensorType(token.text, tuple(self.items("]", self.dim)))
+
+    def quant_type(self, codes: Token) -> QuantType:
+        """``int4<1x128, bf16>[64, 128]``, from the first angle bracket on."""
+        words = [codes.text]
+        while words[-1] != ">":
+            if self.token.kind == "end":
+                self.expect(">")
+            token = self.advance()
+            words.append(", " if token.text == "," else token.text)
+        scheme = self.checked(codes, lambda: QuantScheme.parse("".join(words)))
+        start = self.token
+        self.expect("[")
+        sizes = self.items("]", lambda: self.integer("a size"))
+        if len(sizes) != 2:
+            self.fail("expected two sizes, N and K", start)
+        return QuantType(scheme, (sizes[0], sizes[1]))
 
     def kv_type(self) -> KVType:
         self.expect("<")

@@ -108,6 +108,7 @@ class QuantScheme:
         if match is None or match[1] not in CODE_FORMATS:
             raise VerifyError(f"{text!r} is no quantisation scheme, such as int4<1x128, bf16>")
         given = dict(part.split("=") for part in match[5].split(", ")[1:])
+        _check_dtypes(text, match[4], **given)
         x, _, x_block = given.pop("x", "").partition("/")
         if not given.keys() <= {"zero", "offset"}:
             raise VerifyError(f"{text!r}: a scheme has zero=, offset= and x= besides its scale")
@@ -147,6 +148,16 @@ class QuantScheme:
         packed = 8 if self.format.bits > 4 else 4
         side_bytes = sum(DTYPES[dtype].itemsize for dtype in sides)
         return rows * columns * packed // 8 + scales[0] * scales[1] * side_bytes
+
+
+def _check_dtypes(text: str, scale: str, x: str = "i8", **sides: str) -> None:
+    from octavo.ir.types import DTYPES
+
+    unknown = [dtype for dtype in (scale, *sides.values()) if dtype not in DTYPES]
+    if unknown:
+        raise VerifyError(f"{text!r}: {unknown[0]} is none of the dtypes {', '.join(DTYPES)}")
+    if x.partition("/")[0] not in ("i8", "f8e4m3"):
+        raise VerifyError(f"{text!r}: x= is i8 or f8e4m3")
 
 
 def _size(text: str) -> int | None:

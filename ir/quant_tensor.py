@@ -41,6 +41,11 @@ class QuantTensor:
         rows, columns = self.codes.shape
         return rows, columns
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors as they are, not packed."""
+        return sum(part.nbytes for _, part in self.parts())
+
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Its tensors by name: codes, scales, and zeros and offsets if there are any."""
         for name in ("codes", "scales", "zeros", "offsets"):
@@ -85,6 +90,11 @@ class QuantTensor:
     def _spread(self, sides: Tensor) -> Tensor:
         """One number for each element, ``f32[N, K]``, of numbers for each block."""
         return spread(sides, self.scheme, self.shape)
+
+
+def dense(weight: Tensor | QuantTensor, dtype: torch.dtype) -> Tensor:
+    """A matrix in a dtype, dequantised if it is quantised."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantTensor) else weight.to(dtype)
 
 
 def spread(sides: Tensor, scheme: QuantScheme, shape: tuple[int, int]) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Value
 from octavo.ir.ops.paged import KVState
-from octavo.ir.types import KVType, TensorType, dim_at, tensor_type
+from octavo.ir.ops.quant import QUANT_SOURCED
+from octavo.ir.quant_tensor import QuantTensor, quantize
+from octavo.ir.types import KVType, QuantType, TensorType, dim_at, tensor_type
 
 DEFAULT_SIZES = {"T": 7, "S": 3, "B": 4, "R": 3}
 BLOCK_SIZE = 4
@@ -48,6 +50,11 @@ class RandomSource:
             for node in graph.weight_nodes
             if node.op in ("checkpoint", "buffer")
         }
+        self._quant_types = {
+            node.attrs["key"]: node.output.type
+            for node in graph.weight_nodes
+            if node.op in QUANT_SOURCED
+        }
 
     def load(self, key: str) -> Tensor:
         """A tensor of the checkpoint. Raises KeyError for a key that the graph does not read."""
@@ -57,10 +64,19 @@ class RandomSource:
         """A buffer of the model. Raises KeyError for a key that the graph does not read."""
         return self._make("buffer", key)
 
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A quantised matrix. Raises KeyError for a key that the graph does not read."""
+        declared = self._quant_types[key]
+        assert isinstance(declared, QuantType), f"{key} is no quantised matrix"
+        matrix = _tensor(TensorType("f32", declared.shape), {}, _SMALL, self._generator(key))
+        return quantize(matrix, declared.scheme, search=False)
+
     def _make(self, op: str, key: str) -> Tensor:
+        return _tensor(self._types[op, key], {}, _SMALL, self._generator(key))
+
+    def _generator(self, key: str) -> torch.Generator:
         # crc32, not hash(): the same in every process.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {key}".encode()))
-        return _tensor(self._types[op, key], {}, _SMALL, generator)
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {key}".encode()))
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,7 @@ def _input(
     if isinstance(value.type, KVType):
         assert batch is not None, "a graph with a KV state has a batch"
         return _cache(value.type, batch, sizes, generator)
+    assert isinstance(value.type, TensorType), f"{value}: a parameter is a tensor or a state"
     known = batch.tensor(value.name, sizes) if batch else None
     if known is not None:
         return torch.tensor(known, dtype=value.type.torch_dtype).reshape(value.type.sizes(sizes))

@@ -1,4 +1,4 @@
-"""Types of the IR: dtypes, symbolic dimensions, tensors and the paged KV state."""
+"""Types of the IR: dtypes, symbolic dimensions, tensors, quantised matrices, the KV state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from octavo.ir.quant_scheme import QuantScheme
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -98,6 +100,32 @@ class TensorType:
 
 
 @dataclass(frozen=True)
+class QuantType:
+    """A weight ``[N, K]`` held by a scheme: ``int4<1x128, bf16>[28672, 4096]``."""
+
+    scheme: QuantScheme
+    shape: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.scheme}[{', '.join(map(str, self.shape))}]"
+
+    @property
+    def dtype(self) -> str:
+        """The scheme, where a tensor has its dtype."""
+        return str(self.scheme)
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions, two."""
+        return len(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed matrix, scales included."""
+        return self.scheme.num_bytes(*self.shape)
+
+
+@dataclass(frozen=True)
 class SlotShape:
     """Shape of one K/V cache pair: KV heads, key dim, value dim."""
 
@@ -126,10 +154,10 @@ class KVType:
         return ", ".join([f"kv<{self.dtype}", *(f"{count} x {slot}" for count, slot in runs)]) + ">"
 
 
-Type = TensorType | KVType
+Type = TensorType | QuantType | KVType
 
 
 def tensor_type(value_type: Type) -> TensorType:
-    """Narrow to a tensor type; a KV state where a tensor belongs is a mistake of ours."""
+    """Narrow to a tensor type; anything else there is a mistake of ours."""
     assert isinstance(value_type, TensorType), f"expected a tensor, got {value_type}"
     return value_type

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Kind, Node, Value
 from octavo.ir.ops import infer_types, op_def
-from octavo.ir.types import KVType
+from octavo.ir.types import KVType, QuantType
 
 
 def verify(graph: Graph) -> None:
@@ -19,6 +19,8 @@ def verify(graph: Graph) -> None:
     """
     defined: set[Value] = set()
     for value in graph.inputs:
+        if isinstance(value.type, QuantType):
+            raise VerifyError(f"{value}: a quantised matrix is a weight, not a parameter")
         _define(graph, value, None, Kind.INPUT, defined)
     for node in graph.weight_nodes:
         _check_node(graph, node, Kind.WEIGHT, defined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,9 @@ from octavo.ir.bind import check_result
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops import op_def
+from octavo.ir.ops.quant import QUANT_SOURCED
 from octavo.ir.ops.registry import EVALUATION_ERRORS, reason
+from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import tensor_type
 
 DEFAULT_LIMIT_BYTES = 1 << 30
@@ -27,6 +30,9 @@ class WeightSource(Protocol):
     def buffer(self, key: str) -> Tensor:
         """A buffer that the model computes when it is built."""
 
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A matrix that the checkpoint, or a calibration, holds quantised."""
+
 
 class WeightCache:
     """The values of a graph's weights region, computed when first asked for.
@@ -40,11 +46,11 @@ class WeightCache:
         self.graph = graph
         self.source = source
         self.limit_bytes = limit_bytes
-        self._held: OrderedDict[Value, Tensor] = OrderedDict()
+        self._held: OrderedDict[Value, Tensor | QuantTensor] = OrderedDict()
         self._held_bytes = 0
 
-    def get(self, value: Value) -> Tensor:
-        """The tensor of a weight. Raises VerifyError where it is not of the declared type."""
+    def get(self, value: Value) -> Tensor | QuantTensor:
+        """A weight's tensor or quantised matrix. Raises VerifyError for one of another type."""
         if value in self._held:
             self._held.move_to_end(value)
             return self._held[value]
@@ -58,11 +64,13 @@ class WeightCache:
             self._hold(output, tensor)
         return results[node.outputs.index(value)]
 
-    def _evaluate(self, node: Node) -> list[Tensor]:
+    def _evaluate(self, node: Node) -> Sequence[Tensor | QuantTensor]:
         if node.op == "checkpoint":
             return [self._loaded(node)]
         if node.op == "buffer":
             return [self.source.buffer(node.attrs["key"])]
+        if node.op in QUANT_SOURCED:
+            return [self.source.load_quantized(node.attrs["key"])]
         operands = [None if value is None else self.get(value) for value in node.inputs]
         try:
             found = op_def(node.op).evaluate(*operands, **node.attrs)
@@ -80,7 +88,7 @@ class WeightCache:
             )
         return tensor.to(declared.torch_dtype)
 
-    def _hold(self, value: Value, tensor: Tensor) -> None:
+    def _hold(self, value: Value, tensor: Tensor | QuantTensor) -> None:
         if tensor.nbytes > self.limit_bytes or value in self._held:
             return
         self._held[value] = tensor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.ir.graph import Graph, Node, Value
+from octavo.passes.layers import layer_of
+from octavo.passes.quant_recipe import AS_IS, Quantization
 
 PassFunction = Callable[[Graph, "Report"], int]
 
@@ -19,9 +20,11 @@ class PassContext:
     """What a pass may know besides the graph.
 
     ``max_position`` is the number of positions that the model can take: positions are below it.
+    ``quantization`` says which linears are to be quantised.
     """
 
     max_position: int
+    quantization: Quantization = AS_IS
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,6 @@ def find_pass(name: str) -> PassFunction:
     """The pass of a name, imported from where the name says. Raises ModuleNotFoundError."""
     importlib.import_module(module_name(name))
     return _PASSES[name]
-
-
-def layer_of(name: str) -> int | None:
-    """The layer in a value's name: the first number among the parts of its path."""
-    found = re.search(r"(?:^|[.@%])(\d+)(?=[.~]|$)", name)
-    return int(found.group(1)) if found else None
 
 
 def count_layers(graph: Graph) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from octavo.ir.graph import Graph, Node, Value
 from octavo.passes.base import Report, register_pass
 from octavo.passes.fused_linear import LINEARS, has_part
+from octavo.passes.quant_recipe import dequantized_parts
 
 
 @register_pass("fold-norm-weight")
@@ -48,6 +49,8 @@ def _why_not(graph: Graph, norm: Node, weight: Value) -> str | None:
             return f"it is read by {node.outputs[0]} ({node.op})"
         if norm.output in node.inputs[1:] or not node.operand(1).is_weight:
             return f"{node.outputs[0]} multiplies by an activation"
+        if dequantized_parts(node.operand(1)):
+            return f"{node.operand(1)} is quantised as it is"
         others = [user for user in graph.users(node.operand(1)) if user is not node]
         in_step = next((user for user in others if not user.is_weight), None)
         if in_step is not None:

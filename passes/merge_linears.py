@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.ops.quant import why_no_concat
 from octavo.passes.base import Report, register_pass
+from octavo.passes.quant_recipe import Modules, dequantized_parts
 
 # What a merged linear is called, by the first letters of what it merges.
 _NAMES = {"qkv": "qkv", "gu": "gate_up"}
@@ -11,15 +13,52 @@ _NAMES = {"qkv": "qkv", "gu": "gate_up"}
 
 @register_pass("merge-linears")
 def merge_linears(graph: Graph, report: Report) -> int:
-    """Stack the weights of sibling linears, so that one product reads the input once."""
+    """Stack the weights of sibling linears, so that one product reads the input once.
+
+    Siblings that are quantised in different ways stay apart.
+    """
     groups: dict[tuple[Value, str], list[Node]] = {}
     for node in graph.find("linear"):
         groups.setdefault((node.operand(0), _parent(node)), []).append(node)
-    return sum(_merge(graph, nodes, report) for nodes in groups.values() if len(nodes) > 1)
+    modules = Modules(graph)
+    alike = [
+        nodes
+        for siblings in groups.values()
+        if len(siblings) > 1
+        for nodes in _of_one_scheme(siblings, modules, report)
+    ]
+    return sum(_merge(graph, nodes, report) for nodes in alike if len(nodes) > 1)
+
+
+def _of_one_scheme(siblings: list[Node], modules: Modules, report: Report) -> list[list[Node]]:
+    """Siblings in groups that are, or are to be, held by one scheme."""
+    groups: dict[str | None, list[Node]] = {}
+    for node in siblings:
+        groups.setdefault(_scheme_of(node, modules, report), []).append(node)
+    if len(groups) > 1:
+        told = ", ".join(
+            f"{' '.join(_leaf(node) for node in nodes)} {scheme or 'as is'}"
+            for scheme, nodes in groups.items()
+        )
+        report.missed(siblings[0], f"the siblings are quantised differently: {told}")
+    return list(groups.values())
+
+
+def _scheme_of(node: Node, modules: Modules, report: Report) -> str | None:
+    held = dequantized_parts(node.operand(1))
+    if held:
+        return held[0].dtype
+    recipe = report.context.quantization.recipe
+    scheme = recipe.scheme_of(modules.of(node)[0]) if recipe else None
+    return None if scheme is None else str(scheme)
 
 
 def _parent(node: Node) -> str:
     return node.output.name.rpartition(".")[0]
+
+
+def _leaf(node: Node) -> str:
+    return node.output.name.rpartition(".")[2]
 
 
 def _merge(graph: Graph, nodes: list[Node], report: Report) -> bool:
@@ -27,6 +66,11 @@ def _merge(graph: Graph, nodes: list[Node], report: Report) -> bool:
         return report.missed(nodes[0], "a sibling multiplies by an activation")
     if len({node.operand(1).dtype for node in nodes}) > 1:
         return report.missed(nodes[0], "the siblings' weights differ in dtype")
+    held = [dequantized_parts(node.operand(1)) for node in nodes]
+    matrices = [matrix.type for parts in held for matrix in parts]
+    reason = why_no_concat(matrices) if matrices else None
+    if reason is not None:
+        return report.missed(nodes[0], f"the siblings' quantised weights do not stack: {reason}")
     first, name = nodes[0], _merged_name(nodes)
     weight = graph.constant("concat", *(n.operand(1) for n in nodes), dim=0, name=f"{name}.weight")
     bias = _merged_bias(graph, nodes, name)
@@ -42,7 +86,7 @@ def _merge(graph: Graph, nodes: list[Node], report: Report) -> bool:
 
 
 def _merged_name(nodes: list[Node]) -> str:
-    leaves = [node.output.name.rpartition(".")[2] for node in nodes]
+    leaves = [_leaf(node) for node in nodes]
     initials = "".join(leaf[0] for leaf in leaves)
     leaf = _NAMES.get(initials, "_".join(leaves))
     return f"{_parent(nodes[0])}.{leaf}".lstrip(".")

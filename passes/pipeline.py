@@ -23,6 +23,7 @@ from octavo.passes.base import (
     find_pass,
     summarize,
 )
+from octavo.passes.quant_recipe import AS_IS, Quantization
 
 _COMMON: tuple[str, ...] = (
     # The trace repeats itself (a cast, a mask, a view for each layer): fewer shapes to match later.
@@ -56,6 +57,8 @@ _COMMON: tuple[str, ...] = (
 
 PIPELINE: tuple[str, ...] = (
     *_COMMON,
+    # After merge-linears: siblings are one matrix by now, or differ in their schemes.
+    "quantize-linears",
     # Before the targets see a norm: the sum it reads is then read once.
     "fuse-add-norm",
     # After cleaning: rotary and write then stand next to each other, with no transpose between.
@@ -71,6 +74,9 @@ CUDA_PIPELINE: tuple[str, ...] = (
     "gather-before-norm",
     # Before fuse-norm-linear, which takes in norms that have no weight.
     "fold-norm-weight",
+    # After it: a folded norm weight is part of what is rounded. Before the fusions, which take
+    # quantised matrices as any other.
+    "quantize-linears",
     # Before fuse-add-norm: a residual add costs nothing in the epilogue of the product before it.
     "fuse-linear-add",
     "fuse-norm-linear",
@@ -121,14 +127,16 @@ def run_pipeline(
     target: str = "cpu",
     on_stage: Callable[[Stage], None] | None = None,
     passes: Sequence[str] | None = None,
+    quantization: Quantization = AS_IS,
 ) -> list[Stage]:
     """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
 
     ``target`` is a kind, cpu or cuda, and names the pipeline where ``passes`` does not.
-    ``on_stage`` sees each stage while the graph is in that state. Raises VerifyError, naming the
-    pass, when a pass leaves a graph that breaks a rule.
+    ``quantization`` says which linears become quantised. ``on_stage`` sees each stage while the
+    graph is in that state. Raises VerifyError, naming the pass, when a pass leaves a graph that
+    breaks a rule.
     """
-    context = PassContext(max_position)
+    context = PassContext(max_position, quantization)
     functions = [(name, find_pass(name)) for name in passes or PIPELINES[target]]
     verify(graph)
     stages = [_stage(graph, 0, "import", 0, Report(context), 0.0)]

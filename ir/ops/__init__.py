@@ -9,6 +9,7 @@ from octavo.ir.ops import (
     norm,
     paged,
     pointwise,
+    quant,
     rotary,
     shape,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "op_def",
     "paged",
     "pointwise",
+    "quant",
     "registered_ops",
     "resolve",
     "rotary",

@@ -16,7 +16,8 @@ from octavo.ir.ops.linear import embedding
 from octavo.ir.ops.norm import rms_norm
 from octavo.ir.ops.paged import KVState, paged_attention, rotary_kv_write
 from octavo.ir.ops.registry import op
-from octavo.ir.types import DTYPES, KVType, TensorType
+from octavo.ir.quant_tensor import QuantTensor, dense
+from octavo.ir.types import DTYPES, KVType, QuantType, TensorType
 
 SUMSQ_COLUMNS = 64  # of a residual stream, whose squares are added up in one number
 
@@ -52,7 +53,7 @@ def _(ids: TensorType, weight: TensorType) -> tuple[TensorType, TensorType]:
 @op
 def fused_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantTensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     sumsq: Tensor | None = None,
@@ -68,12 +69,13 @@ def fused_linear(
     In this order: RMS norm of x ``[..., K]`` without a weight if ``norm_eps`` is set;
     ``@ weight.T`` and bias; ``activation(first half) * second half`` of the columns; softcap;
     ``+ residual``. ``sumsq`` ``f32[..., K / 64]`` is that of x and changes no value: a kernel may
-    take the norm from it. ``out_dtype`` is that of the result, by default that of x.
+    take the norm from it. A quantised weight is dequantised to the dtype of the sums.
+    ``out_dtype`` is that of the result, by default that of x.
     """
     wide = _wide(x)
     if norm_eps is not None:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm_eps)
-    y = F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
+    y = F.linear(wide, dense(weight, wide.dtype), None if bias is None else bias.to(wide.dtype))
     if activation is not None:
         gate, up = y.chunk(2, dim=-1)
         y = ACTIVATIONS[activation](gate) * up
@@ -88,7 +90,7 @@ def fused_linear(
 @fused_linear.infer
 def _(
     x: TensorType,
-    weight: TensorType,
+    weight: TensorType | QuantType,
     bias: TensorType | None = None,
     residual: TensorType | None = None,
     sumsq: TensorType | None = None,

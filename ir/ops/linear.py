@@ -8,22 +8,27 @@ from torch import Tensor
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.ops.registry import op
-from octavo.ir.types import TensorType
+from octavo.ir.quant_tensor import QuantTensor, dense
+from octavo.ir.types import QuantType, TensorType
 
 
 @op
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x ``[..., K]``, weight ``[N, K]``, bias ``[N]``."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor | QuantTensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x ``[..., K]``, weight ``[N, K]``, bias ``[N]``.
+
+    A quantised weight is dequantised to the dtype of x.
+    """
+    return F.linear(x, dense(weight, x.dtype), bias)
 
 
 @linear.infer
-def _(x: TensorType, weight: TensorType, bias: TensorType | None = None) -> TensorType:
+def _(x: TensorType, weight: TensorType | QuantType, bias: TensorType | None = None) -> TensorType:
     if weight.rank != 2 or x.shape[-1] != weight.shape[1]:
         raise VerifyError(f"linear: the last dim of {x} is not K of the weight {weight}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise VerifyError(f"linear: the bias {bias} does not fit the weight {weight}")
-    if {weight.dtype, bias.dtype if bias else x.dtype} != {x.dtype}:
+    factors = {weight.dtype} if isinstance(weight, TensorType) else set()
+    if factors | {bias.dtype if bias else x.dtype} != {x.dtype}:
         raise VerifyError(f"linear: dtypes differ: x {x}, weight {weight}, bias {bias}")
     return x.with_shape(*x.shape[:-1], weight.shape[0])
 

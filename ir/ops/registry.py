@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.ir.errors import VerifyError
-from octavo.ir.types import DTYPE_NAMES, Dim, KVType, SymDim, TensorType, Type
+from octavo.ir.types import DTYPE_NAMES, Dim, KVType, QuantType, SymDim, TensorType, Type
 
 Infer = Callable[..., Type | tuple[Type, ...]]
 
@@ -49,6 +49,12 @@ class OpDef:
     def doc(self) -> str:
         """The first line of the documentation."""
         return (self.evaluate.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether some operand may be a quantised matrix."""
+        annotations = inspect.get_annotations(self.evaluate)
+        return any("QuantTensor" in str(annotations[name]) for name in self.operands)
 
     def infer(self, rule: Infer) -> Infer:
         """Decorator: the rule for the result types; it sees types where the op sees tensors."""
@@ -175,6 +181,9 @@ def _infer_cached(
 ) -> tuple[Type, ...]:
     definition = op_def(name)
     definition.check_operands(operands)
+    matrix = next((operand for operand in operands if isinstance(operand, QuantType)), None)
+    if matrix is not None and not definition.takes_quantized:
+        raise VerifyError(f"{name} does not take the quantised {matrix}; dequantize it first")
     try:
         if definition.infer_rule is None:
             return _probe(definition, operands, dict(attrs))
@@ -228,6 +237,7 @@ def _run_on_meta(
 ) -> tuple[Tensor, ...]:
     tensors = []
     for operand in operands:
+        assert not isinstance(operand, QuantType), "ops that take quantised matrices have rules"
         if isinstance(operand, KVType):
             raise VerifyError(f"{definition.name} does not take a KV state")
         tensors.append(

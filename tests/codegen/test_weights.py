@@ -13,6 +13,9 @@ from torch import Tensor
 from octavo.codegen.weights import write_weights
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
+from octavo.ir.parser import parse_graph
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor, quantize
 from octavo.ir.random_inputs import RandomSource
 from octavo.ir.types import SymDim, TensorType
 from octavo.ir.weight_cache import WeightCache
@@ -122,3 +125,61 @@ def test_without_a_checkpoint_its_weights_are_shapes_and_tables_are_real(tmp_pat
     [written] = read(tmp_path).values()
     assert torch.equal(written, torch.arange(5)[:, None])
     assert num_bytes == 5 * 8
+
+
+QUANTISED = """graph @m(%x: f32[T, 64]) {
+  weights {
+    @a: f32[8, 64] = checkpoint(key="a")
+    @q: uint4<1x32, f16, zero=u8>[8, 64] = quantize(@a, scheme="uint4<1x32, f16, zero=u8>")
+    @c: int4<1x*, f32>[3, 64] = quantized_checkpoint(key="c", scheme="int4<1x*, f32>", shape=[3, 64])
+  }
+  %y: f32[T, 8] = linear(%x, @q)
+  %z: f32[T, 3] = linear(%x, @c)
+  return %y, %z
+}
+"""  # noqa: E501
+
+
+def test_a_quantised_weight_is_written_in_parts(tmp_path: Path) -> None:
+    graph = parse_graph(QUANTISED)
+    source = RandomSource(graph)
+    layouts = {graph.value("@q"): "nibbles", graph.value("@c"): "plain"}
+    write_weights(graph, source, tmp_path, layouts=layouts)
+    written = read(tmp_path)
+    assert sorted(written) == ["c.codes", "c.scales", "q.codes", "q.scales", "q.zeros"]
+    held = source.load_quantized("c")
+    assert torch.equal(written["c.codes"], held.codes)
+    assert torch.equal(written["c.scales"], held.scales)
+    rounded = quantize(source.load("a"), QuantScheme.parse("uint4<1x32, f16, zero=u8>"))
+    lower, upper = rounded.codes[:, ::2], rounded.codes[:, 1::2]
+    assert torch.equal(written["q.codes"], lower + 16 * upper)
+    assert torch.equal(written["q.zeros"], rounded.zeros)
+
+
+def test_the_parts_of_a_quantised_weight_are_declared_without_it(tmp_path: Path) -> None:
+    graph = parse_graph(QUANTISED)
+    layouts = {graph.value("@q"): "nibbles", graph.value("@c"): "plain"}
+    write_weights(graph, RandomSource(graph), tmp_path, layouts=layouts, without_checkpoint=True)
+    index = json.loads((tmp_path / "index.json").read_text("utf-8"))
+    assert index["weight_map"] == {}
+    assert index["shapes"] == {
+        "c.codes": ["int8", [3, 64]],
+        "c.scales": ["float32", [3, 1]],
+        "q.codes": ["uint8", [8, 32]],
+        "q.scales": ["float16", [8, 2]],
+        "q.zeros": ["uint8", [8, 2]],
+    }
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    graph = parse_graph(QUANTISED)
+
+    class Damaged(RandomSource):
+        def load_quantized(self, key: str) -> QuantTensor:
+            matrix = super().load_quantized(key)
+            matrix.scales[1] = torch.nan
+            return matrix
+
+    layouts = {graph.value("@q"): "nibbles", graph.value("@c"): "plain"}
+    with pytest.raises(OctavoError, match=r"c\.scales holds a NaN"):
+        write_weights(graph, Damaged(graph), tmp_path, layouts=layouts)

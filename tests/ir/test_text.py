@@ -42,6 +42,25 @@ CANONICAL = {
   return %ids
 }
 """,
+    "quantised weights": """graph @m(%x: bf16[T, 64]) {
+  weights {
+    @a: f32[8, 64] = checkpoint(key="a")
+    @q: int4<1x32, bf16>[8, 64] = quantize(@a, scheme="int4<1x32, bf16>")
+    @g: int4<1x32, bf16>[4, 64] = quantized(key="g", scheme="int4<1x32, bf16>", shape=[4, 64])
+    @c: nf4<*x*, f32>[1, 9] = quantized_checkpoint(key="c", scheme="nf4<*x*, f32>", shape=[1, 9])
+    @w: int4<1x32, bf16>[12, 64] = concat_rows(@q, @g)
+    @f: f8e4m3<4x9, f32, x=f8e4m3/64>[8, 64] = quantize(@a, scheme="f8e4m3<4x9, f32, x=f8e4m3/64>")
+    @b: bf16[8, 64] = dequantize(@f, dtype="bf16")
+    @u: uint4<1x32, f16, zero=u8>[8, 64] = quantize(@a, scheme="uint4<1x32, f16, zero=u8>")
+    @i: int8<1x*, f32, x=i8>[8, 64] = quantize(@a, scheme="int8<1x*, f32, x=i8>")
+  }
+  %y: bf16[T, 12] = linear(%x, @w)
+  %z: bf16[T, 8] = linear(%x, @b)
+  %u: bf16[T, 8] = linear(%x, @u)
+  %v: f32[T, 8] = fused_linear(%x, @i, norm_eps=1e-05, out_dtype="f32")
+  return %y, @c, %z, %u, %v
+}
+""",
     "symbolic attributes": """graph @m(%x: f32[T, 4, 8]) {
   %y: f32[4*T, 8] = reshape(%x, shape=[4*T, 8])
   %z: f32[4*T+4, 8] = aten.pad.default(%y, pad=[0, 0, 4, 0], mode="constant", value=none)

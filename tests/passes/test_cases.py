@@ -15,19 +15,45 @@ from octavo.ir.interpret import Result, interpret
 from octavo.ir.ops.paged import KVState
 from octavo.ir.parser import parse_graph
 from octavo.ir.printer import print_graph
+from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.random_inputs import RandomSource, random_inputs
 from octavo.ir.verify import verify
 from octavo.passes.base import PassContext, Report, find_pass
 from octavo.passes.pipeline import PIPELINES, run_pass
+from octavo.passes.quant_recipe import Quantization, Recipe
 from tests.passes.case_file import CASES, Case, read_cases, write_cases
 from tests.tolerances import assert_same
 
 FILES = sorted(CASES.glob("*.ir"))
-CONTEXT = PassContext(max_position=16)
+_INT4 = QuantScheme.parse("int4<1x32, f32>")
+_INT8 = QuantScheme.parse("int8<1x*, f32>")
+RECIPE = Recipe("mixed", (("*.v_proj", _INT8), ("skip", None), ("*", _INT4)))
+
+
+def _why_no_kernel(scheme: QuantScheme) -> str | None:
+    return "there is no kernel for nf4" if scheme.codes == "nf4" else None
+
+
+CONTEXT = PassContext(16, Quantization(RECIPE, why_no_kernel=_why_no_kernel))
+
+
+class Lattice(RandomSource):
+    """Matrices that the schemes of RECIPE hold without a loss, so that no pass changes numbers:
+    multiples of 1/16, the largest code of the scheme in each block."""
+
+    def load(self, key: str) -> Tensor:
+        drawn = super().load(key)
+        if drawn.dim() != 2:
+            return drawn
+        largest = 127 if "v_proj" in key else 7
+        codes = (drawn * largest).round().clamp(-largest, largest)
+        codes[:, ::32] = largest
+        return codes / 16
 
 
 def _apply(case: Case, graph: Graph) -> tuple[int, Report]:
-    report = Report(CONTEXT)
+    takes_recipe = case.pass_name == "quantize-linears" or "recipe" in case.id
+    report = Report(CONTEXT if takes_recipe else PassContext(CONTEXT.max_position))
     return run_pass(graph, case.pass_name, find_pass(case.pass_name), report), report
 
 
@@ -45,7 +71,8 @@ def _results(graph: Graph, case: Case) -> list[Result]:
     if "logit_rows" not in given:
         inputs["logit_rows"] = torch.arange(sizes["R"])
     shaped = {value.name: _fitted(inputs[value.name], value) for value in graph.inputs}
-    return interpret(graph, shaped, RandomSource(before))
+    source = Lattice if case.pass_name == "quantize-linears" else RandomSource
+    return interpret(graph, shaped, source(before))
 
 
 def _fitted(given: Result, value: Value) -> Result:

@@ -14,7 +14,7 @@ import torch
 
 from octavo.frontend.trace import Imported
 from octavo.ir.graph import Graph, Node
-from octavo.passes.base import layer_of
+from octavo.passes.layers import layer_of
 from octavo.passes.pipeline import Stage, run_pipeline
 
 VIEWS = ("split", "slice", "reshape", "transpose", "unsqueeze", "squeeze", "gather_rows")

@@ -7,7 +7,8 @@ import pytest
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph
 from octavo.ir.parser import parse_graph
-from octavo.passes.base import Missed, PassContext, Report, layer_of, summarize
+from octavo.passes.base import Missed, PassContext, Report, summarize
+from octavo.passes.layers import layer_of
 from octavo.passes.pipeline import Stage, run_pass, run_pipeline
 
 GRAPH = """

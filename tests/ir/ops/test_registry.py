@@ -14,8 +14,10 @@ from octavo.ir.ops.aten import OperandRef
 from octavo.ir.ops.constant import SOURCED
 from octavo.ir.ops.elementwise import ACTIVATIONS
 from octavo.ir.ops.paged import KVState
+from octavo.ir.ops.quant import QUANT_SOURCED
 from octavo.ir.parser import parse_graph
-from octavo.ir.types import DTYPE_NAMES, SymDim, TensorType, Type
+from octavo.ir.quant_tensor import quantize
+from octavo.ir.types import DTYPE_NAMES, QuantType, SymDim, TensorType, Type
 
 T = SymDim("T")
 SIZES = {"T": 5, "S": 2, "B": 3, "R": 2}
@@ -42,6 +44,11 @@ SAMPLES: list[tuple[str, list[str | None], dict[str, Any]]] = [
     *[("gated_activation", ["bf16[T, 8]"] * 2, {"activation": name}) for name in ACTIVATIONS],
     ("linear", ["f32[T, 8]", "f32[6, 8]"], {}),
     ("linear", ["bf16[1, T, 8]", "bf16[6, 8]", "bf16[6]"], {}),
+    ("linear", ["bf16[T, 8]", "int4<1x4, bf16>[6, 8]", "bf16[6]"], {}),
+    ("fused_linear", ["f16[T, 8]", "f8e4m3<*x*, f32>[6, 8]"], {"out_dtype": "f32"}),
+    ("quantize", ["bf16[6, 8]"], {"scheme": "nf4<1x4, f32>"}),
+    ("dequantize", ["uint4<1x4, f16, zero=u8>[6, 8]"], {"dtype": "bf16"}),
+    ("concat_rows", ["int8<1x*, f32>[6, 8]", "int8<1x*, f32>[1, 8]"], {}),
     ("matmul", ["f32[4, T, 8]", "f32[4, 8, T]"], {}),
     ("embedding", ["i64[1, T]", "f32[9, 8]"], {}),
     ("gather_rows", ["f32[9, 2, 4]", "i64[T]"], {}),
@@ -133,6 +140,9 @@ def sample_operands(name: str, types: list[Type | None]) -> list[Any]:
     for declared in types:
         if declared is None or str(declared) in known:
             operands.append(known.get(str(declared)))
+        elif isinstance(declared, QuantType):
+            noise = torch.randn(declared.shape, generator=drawn)
+            operands.append(quantize(noise, declared.scheme))
         elif not isinstance(declared, TensorType):
             operands.append(KVState.empty(declared, num_blocks=4, block_size=2))
         else:
@@ -158,13 +168,19 @@ def test_inference_says_what_evaluation_yields(name, texts, given):
         if isinstance(declared, TensorType):
             assert DTYPE_NAMES[result.dtype] == declared.dtype
             assert tuple(result.shape) == declared.sizes(SIZES)
+        elif isinstance(declared, QuantType):
+            result.check()
+            assert (result.scheme, result.shape) == (declared.scheme, declared.shape)
         else:
             assert isinstance(result, KVState)
             assert declared == types[0]
 
 
 def test_every_op_has_a_sample():
-    assert registered_ops().keys() - {sample[0] for sample in SAMPLES} == set(SOURCED)
+    assert registered_ops().keys() - {sample[0] for sample in SAMPLES} == {
+        *SOURCED,
+        *QUANT_SOURCED,
+    }
 
 
 @pytest.mark.parametrize("name", sorted(registered_ops()))
