@@ -68,15 +68,15 @@ class StreamedRun:
             assert isinstance(result, Tensor), f"{value} is no tensor"
             yield result
 
+    def weight(self, weight: Value) -> Tensor:
+        """What a weight is that is no quantised matrix."""
+        tensor = self.cache.get(weight)
+        assert isinstance(tensor, Tensor), f"{weight} is quantised already"
+        return tensor
+
     def replace(self, weight: Value, tensor: Tensor) -> None:
         """Let the nodes to come read this in the place of a weight."""
         self._replaced[weight] = tensor
-
-    def _users(self, value: Value) -> list[Node]:
-        return [node for node in self.graph.users(value) if not node.is_weight]
-
-    def _is_done(self, node: Node, end: int) -> bool:
-        return self.graph.nodes.index(node) < end
 
     def _run(self, node: Node, values: dict[Value, Result], sizes: dict[str, int]) -> None:
         states = [values[v] for v in node.operands if isinstance(v.type, KVType)]
