@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.calibrate.sequences import free_slot, hold_slot, step_inputs
 from octavo.ir.bind import bind_inputs
 from octavo.ir.graph import Graph, Node, Value
-from octavo.ir.interpret import Result, last_uses, run_node
+from octavo.ir.interpret import Observer, Result, last_uses, run_node
 from octavo.ir.ops.paged import KVState
 from octavo.ir.types import KVType
 from octavo.ir.weight_cache import WeightCache, WeightSource
@@ -25,12 +25,18 @@ _CHUNK_TOKENS = 2048
 
 class StreamedRun:
     """A run of a graph after attention is paged. Chunks are ``sequences`` laid end to end, up to
-    2,048 tokens or one sequence."""
+    2,048 tokens or one sequence. ``observe`` sees each node with its results, chunk by chunk."""
 
     def __init__(
-        self, graph: Graph, weights: WeightSource | WeightCache, sequences: Sequence[Sequence[int]]
+        self,
+        graph: Graph,
+        weights: WeightSource | WeightCache,
+        sequences: Sequence[Sequence[int]],
+        *,
+        observe: Observer | None = None,
     ) -> None:
         self.graph = graph
+        self._observe = observe
         self.cache = weights if isinstance(weights, WeightCache) else WeightCache(graph, weights)
         self._chunks: list[dict[Value, Result]] = []
         self._sizes: list[dict[str, int]] = []
@@ -87,6 +93,8 @@ class StreamedRun:
                 hold_slot(state, slot)
         results = run_node(node, [self._operand(v, values) for v in node.inputs], sizes)
         values.update(zip(node.outputs, results, strict=True))
+        if self._observe is not None:
+            self._observe(node, results)
         for state in states:
             if slot is not None and self._last_of_slot[slot] is node and isinstance(state, KVState):
                 free_slot(state, slot)
