@@ -63,12 +63,14 @@ def _every_scheme(scheme: QuantScheme) -> str | None:
 class Quantization:
     """What quantize-linears goes by.
 
-    ``is_calibrated``: the codes come from elsewhere, by the name of the weight. ``why_no_kernel``
-    says why the target cannot multiply by matrices of a scheme, None when it can.
+    ``is_calibrated``: the codes come from elsewhere, by the name of the weight. ``scaled`` are the
+    names of the inputs of linears that a calibration scales. ``why_no_kernel`` says why the target
+    cannot multiply by matrices of a scheme, None when it can.
     """
 
     recipe: Recipe | None = None
     is_calibrated: bool = False
+    scaled: frozenset[str] = frozenset()
     why_no_kernel: Callable[[QuantScheme], str | None] = field(default=_every_scheme)
 
 
