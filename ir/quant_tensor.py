@@ -316,4 +316,5 @@ def _errors(blocks: Tensor, sides: _Sides, scheme: QuantScheme, weights: Tensor 
         squares = torch.linalg.vector_norm(gaps, dim=(1, 3), keepdim=True).square_()
     else:
         squares = gaps.square_().mul_(weights).sum((1, 3), keepdim=True)
-    return squares.mul_(sides.scales.float().square())
+    errors: Tensor = squares.mul_(sides.scales.float().square())
+    return errors

@@ -59,13 +59,9 @@ class StreamedRun:
             for values, sizes in zip(self._chunks, self._sizes, strict=True):
                 for node in nodes:
                     self._run(node, values, sizes)
-        for node in nodes:
-            for value in node.operands:
-                if value in self._replaced and all(
-                    self._is_done(u, end) for u in self._users(value)
-                ):
-                    del self._replaced[value]
         self._done = end
+        to_come = {value for node in self.graph.nodes[end:] for value in node.operands}
+        self._replaced = {v: tensor for v, tensor in self._replaced.items() if v in to_come}
 
     def values(self, value: Value) -> Iterator[Tensor]:
         """What a live value is, chunk by chunk."""
