@@ -7,7 +7,8 @@ from typing import Any
 
 from octavo.codegen.kernels import Kernel, KernelRules, Rule
 from octavo.ir.graph import Node
-from octavo.ir.types import KVType, TensorType
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.types import KVType, QuantType, TensorType
 
 
 def _width(node: Node, index: int = 0) -> Any:
@@ -34,6 +35,9 @@ def _norm(node: Node, *, weight_at: int) -> Rule:
 
 
 def _linear(node: Node) -> Rule:
+    weight_type = node.operand(1).type
+    if isinstance(weight_type, QuantType):
+        return _quant_linear(node, weight_type)
     n, k = node.operand(1).shape
     bias = len(node.inputs) > 2 and node.inputs[2] is not None
     x = node.operand(0)
@@ -48,6 +52,43 @@ def _linear(node: Node) -> Rule:
     prepared = (1,) if node.operand(1).is_weight else ()
     label = (k, n, *(("bias",) if bias else ()))
     return Rule(("out",), Kernel("linear", constants, label, prepared=prepared))
+
+
+def _quant_linear(node: Node, weight: QuantType) -> Rule:
+    """By the scheme: packed products of 8 or 4 bits, or a weight that is dequantised at load."""
+    x, scheme, (n, k) = node.operand(0), weight.scheme, weight.shape
+    template, layout = quant_kernel(scheme)
+    has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
+    constants = (
+        ("k", k),
+        ("n", n),
+        ("dtype", x.dtype),
+        ("scheme", scheme),
+        ("has_bias", has_bias),
+    )
+    label = (scheme.codes, k, n, *(("bias",) if has_bias else ()))
+    kernel = Kernel(
+        "linear", constants, label, template=template, prepared=(1,), layouts=((1, layout),)
+    )
+    return Rule(("out",), kernel)
+
+
+def quant_kernel(scheme: QuantScheme) -> tuple[str, str]:
+    """The template for matrices of a scheme, and how they are packed."""
+    if scheme.codes == "int8" and scheme.block in ((1, None), (None, None)) and _is_plain(scheme):
+        return "quant_linear_int8", "plain"
+    is_int4 = scheme.codes in ("int4", "uint4") and scheme.block[0] == 1
+    if is_int4 and scheme.block[1] in _INT4_GROUPS:
+        return "quant_linear_int4", "nibbles"
+    return DEQUANTIZED_AT_LOAD, "plain"
+
+
+DEQUANTIZED_AT_LOAD = "quant_linear_dense"
+_INT4_GROUPS = (32, 64, 128, 256)  # that PyTorch's kernel takes
+
+
+def _is_plain(scheme: QuantScheme) -> bool:
+    return scheme.zero is None and scheme.offset is None
 
 
 def _gated_activation(node: Node) -> Rule:
