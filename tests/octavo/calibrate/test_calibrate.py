@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +25,12 @@ from octavo.passes.base import PassContext, Report, find_pass
 from octavo.passes.fold_input_scales import find_folds
 from octavo.passes.pipeline import run_pass, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
+from tests.octavo.calibrate.tiny_model import SEQUENCES, TinyModel, TinyWeights, Traced
 from tests.stage_logits import logits_of_one
 
-SEQUENCES = [[7, 42, 3, 3, 250, 17, 99, 128, 5, 64, 31], [200, 1, 77, 13, 8, 190], [9] * 40]
 INT4 = QuantScheme.parse("int4<1x32, f32>")
 W8A8 = QuantScheme.parse("int8<1x*, f32, x=i8>")
 EVERY_INT4 = Recipe("int4", (("*", INT4),))
-
-Traced = Callable[[str, Any], Any]
-
-
-class _Model:
-    """A model of the zoo with random weights, and its graph before quantisation."""
-
-    def __init__(self, traced: Traced, name: str, dtype: torch.dtype, target: str = "cpu") -> None:
-        imported = traced(name, dtype)
-        self.imported, self.max_position = imported.graph, imported.max_position
-        random = RandomSource(imported.graph)
-        self.weights = _Weights(random, imported.buffers)
-        self.graph = graph_before_quantization(
-            imported.graph, max_position=imported.max_position, target=target
-        )
-
-
-class _Weights:
-    def __init__(self, random: RandomSource, buffers: dict[str, Tensor]) -> None:
-        self.load = random.load
-        self._buffers = buffers
-
-    def buffer(self, key: str) -> Tensor:
-        return self._buffers[key]
-
-    def load_quantized(self, key: str) -> Any:
-        raise KeyError(key)
 
 
 def _logits(graph: Graph, weights: Any, sequences: list[list[int]] = SEQUENCES) -> Tensor:
@@ -73,14 +45,14 @@ def test_a_streamed_run_gives_what_each_sequence_alone_gives(
     traced: Traced, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
     monkeypatch.setattr("octavo.calibrate.streamed_run._CHUNK_TOKENS", chunk)
-    model = _Model(traced, name, torch.float64)
+    model = TinyModel(traced, name, torch.float64)
     expected = [logits_of_one(model.imported, ids, model.weights) for ids in SEQUENCES]
     found = _logits(model.graph, model.weights)
     torch.testing.assert_close(found.double(), torch.cat(expected).double(), rtol=1e-5, atol=1e-6)
 
 
 def test_caches_have_memory_only_while_their_layer_runs(traced: Traced) -> None:
-    model = _Model(traced, "llama", torch.float32)
+    model = TinyModel(traced, "llama", torch.float32)
     held: list[list[bool]] = []
 
     def observe(node: Any, results: Any) -> None:
@@ -106,7 +78,7 @@ def test_caches_have_memory_only_while_their_layer_runs(traced: Traced) -> None:
 def test_scaled_inputs_change_nothing(
     traced: Traced, name: str, dtype: torch.dtype, count: int
 ) -> None:
-    model = _Model(traced, name, dtype)
+    model = TinyModel(traced, name, dtype)
     expected = _logits(model.graph, model.weights)
     folds = list(find_folds(model.graph))
     assert len(folds) == count
@@ -131,7 +103,7 @@ def test_scaled_inputs_change_nothing(
 def test_each_matrix_is_quantised_for_the_inputs_that_the_quantised_ones_give(
     traced: Traced,
 ) -> None:
-    model = _Model(traced, "llama", torch.float32)
+    model = TinyModel(traced, "llama", torch.float32)
     schemes = schemes_of(model.graph, EVERY_INT4)
     made = dict(quantize_streamed(model.graph, model.weights, SEQUENCES, schemes, GPTQOptions()))
     assert list(made) == list(schemes)
@@ -155,7 +127,7 @@ def test_each_matrix_is_quantised_for_the_inputs_that_the_quantised_ones_give(
 def test_what_is_calibrated_is_closer_than_what_is_rounded(
     traced: Traced, tmp_path: Path, method: Any
 ) -> None:
-    model = _Model(traced, "llama", torch.float32)
+    model = TinyModel(traced, "llama", torch.float32)
     generator = torch.Generator().manual_seed(8)
     text = torch.randint(256, (64 * 24,), generator=generator).tolist()
     other = [torch.randint(256, (64,), generator=generator).tolist() for _ in range(4)]
@@ -186,7 +158,7 @@ def test_what_is_calibrated_is_closer_than_what_is_rounded(
 def test_smoothed_inputs_have_columns_of_the_sizes_that_the_paper_says(
     traced: Traced, tmp_path: Path
 ) -> None:
-    model = _Model(traced, "llama", torch.float32)
+    model = TinyModel(traced, "llama", torch.float32)
     fold = next(iter(find_folds(model.graph)))
     run = StreamedRun(model.graph, model.weights, SEQUENCES)
     run.advance(fold.linears[0])
@@ -217,7 +189,7 @@ def test_smoothed_inputs_have_columns_of_the_sizes_that_the_paper_says(
 def test_a_store_gives_back_what_it_was_given(tmp_path: Path, text: str) -> None:
     matrix = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
     made = quantize(matrix, QuantScheme.parse(text))
-    store = CodeStore(tmp_path, _Weights(RandomSource(Graph("none")), {}))
+    store = CodeStore(tmp_path, TinyWeights(RandomSource(Graph("none")), {}))
     store.add_matrix("w", made)
     found = store.load_quantized("w")
     found.check()
