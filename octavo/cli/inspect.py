@@ -70,6 +70,7 @@ def _print_summary(
     console: Console, directory: Path, manifest: Manifest, stages: list[artifact.Stage]
 ) -> None:
     _print_model(console, directory, manifest)
+    _print_loss(console, directory)
     _print_sizes(console, manifest)
     _print_stages(console, stages)
     _print_kernels(console, artifact.read_kernels(directory))
@@ -112,6 +113,17 @@ def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
     for name, value in rows.items():
         if value:  # unbroken, whatever the width: an id is there to be copied
             console.print(Text.assemble((name.ljust(width), "bold"), value), soft_wrap=True)
+
+
+def _print_loss(console: Console, directory: Path) -> None:
+    """What quantising cost on a short text, if it was measured."""
+    loss = artifact.read_loss(directory)
+    if loss is None:
+        return
+    table = _table("Loss", "measure", "count")
+    for name, value in loss.items():
+        table.add_row(name, value)
+    console.print(table)
 
 
 def _describe_slots(slots: tuple[KVSlot, ...]) -> str:
