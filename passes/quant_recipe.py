@@ -70,8 +70,8 @@ class Quantization:
 
     recipe: Recipe | None = None
     is_calibrated: bool = False
-    scaled: frozenset[str] = frozenset()
     why_no_kernel: Callable[[QuantScheme], str | None] = field(default=_every_scheme)
+    scaled: frozenset[str] = frozenset()
 
 
 AS_IS = Quantization()

@@ -18,8 +18,9 @@ def check_golden(artifact: Artifact) -> float:
     """Run the prompts of tests/golden.json; returns the largest error of a log-probability.
 
     The prompts share one step. The file holds, for each, the ids, the position of the first, and
-    Hugging Face's likeliest next ids with their log-probabilities; and the ``tolerance`` that the
-    compiler derived from the dtype. Raises ArtifactError beyond it, or without such a file.
+    the likeliest next ids with their log-probabilities: Hugging Face's or, of a quantised model,
+    what the interpreter says of its graph (``reference`` names it). Its ``tolerance`` was derived
+    by the compiler from dtype and schemes. Raises ArtifactError beyond it, or without such a file.
     """
     path = artifact.file("tests/golden.json")
     if path is None:
@@ -31,7 +32,8 @@ def check_golden(artifact: Artifact) -> float:
     error = float((logprobs.gather(1, ids) - expected).abs().max())
     if not error <= golden["tolerance"]:
         raise ArtifactError(
-            f"{artifact.root}: its log-probabilities differ from Hugging Face's by {error:.3g}, "
+            f"{artifact.root}: its log-probabilities differ from those of"
+            f" {golden.get('reference', 'Hugging Face')} by {error:.3g}, "
             f"more than {golden['tolerance']:.3g}; do not use it, and report the model"
         )
     return error
@@ -39,7 +41,7 @@ def check_golden(artifact: Artifact) -> float:
 
 def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     """Logits ``[len(cases), vocab]`` after the last token of each prompt."""
-    batch = _batch(cases)
+    batch = golden_batch(cases)
     executor = plain_executor(
         artifact,
         num_blocks=int(batch.block_table.max()) + 1,
@@ -49,7 +51,7 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     return executor.execute(batch).cpu()
 
 
-def _batch(cases: list[dict[str, Any]]) -> Batch:
+def golden_batch(cases: list[dict[str, Any]]) -> Batch:
     """All prompts end to end, each in consecutive blocks of its own from block 1 on."""
     lengths = [len(case["ids"]) for case in cases]
     starts = np.concatenate(([0], np.cumsum(lengths)))
