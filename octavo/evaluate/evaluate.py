@@ -65,6 +65,12 @@ def evaluate(
     """
     options = options or WindowOptions()
     model = ArtifactModel(Path(directory), options.context)
+    longest = model.artifact.manifest.max_position
+    if options.context > longest:
+        raise OctavoError(
+            f"a context of {options.context} tokens: the model takes at most {longest};"
+            f" choose --context {longest} or less"
+        )
     ids = read_tokens(model, Path(text) if text is not None else PASSAGE)
     with open_reference(against, options.context) as reference:
         return compare(model, reference, ids, options, with_modules, progress)

@@ -14,6 +14,7 @@ from octavo.evaluate.evaluate import compare, read_tokens
 from octavo.evaluate.models import ArtifactModel, hugging_face
 from octavo.evaluate.windows import PASSAGE, WindowOptions
 from octavo.frontend.source import ModelSource
+from octavo.runtime.artifact import read_manifest
 
 LOSS_FILE = "tests/loss.json"
 
@@ -24,8 +25,10 @@ def measure_loss(directory: Path, source: ModelSource, num_tokens: int) -> str |
 
     The model runs in float32, streamed: two operations for each parameter and token.
     """
-    options = WindowOptions(max_tokens=num_tokens)
-    model = ArtifactModel(directory, options.context)
+    longest = read_manifest(directory).max_position
+    context = min(WindowOptions().context, longest)
+    options = WindowOptions(context, context, num_tokens)
+    model = ArtifactModel(directory, context)
     if model.artifact.model_file("tokenizer.json") is None:
         return None
     ids = read_tokens(model, PASSAGE)

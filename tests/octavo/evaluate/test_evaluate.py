@@ -160,8 +160,10 @@ def test_what_cannot_be_evaluated_is_refused(pair: tuple[Path, Path, Path]) -> N
         list(windows([], WindowOptions()))
     with pytest.raises(OctavoError, match="another model"):
         compare(_Fixed(torch.zeros(3), 3), _Fixed(torch.zeros(4), 4), [0, 1], WindowOptions())
+    with pytest.raises(OctavoError, match="choose --context 256 or less"):
+        evaluate(artifact, artifact, options=WindowOptions(257, 257))
     with pytest.raises(OctavoError, match="cannot be read"):
-        evaluate(artifact, artifact, text=artifact / "no such text")
+        evaluate(artifact, artifact, text=artifact / "no such text", options=WindowOptions(64, 64))
 
 
 def test_the_command_prints_a_table_and_json(
