@@ -18,7 +18,8 @@ from octavo.ir.ops.paged import KVState
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import KVType, QuantType
 from octavo.ir.weight_cache import WeightCache
-from octavo.runtime.self_check import BLOCK_SIZE, golden_batch
+from octavo.runtime.self_check import golden_batch
+from octavo.runtime.window_logits import BLOCK_SIZE
 
 
 def golden_json(check: TraceCheck) -> str:

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from octavo.runtime.artifact import Artifact, read_json_object
 from octavo.runtime.batch import Batch
-from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
-from octavo.runtime.executor import Executor
-from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches, block_bytes
-from octavo.runtime.program_loader import import_program
-
-BLOCK_SIZE = 16
+from octavo.runtime.window_logits import BLOCK_SIZE, plain_executor
 
 
 def check_golden(artifact: Artifact) -> float:
@@ -47,25 +42,11 @@ def check_golden(artifact: Artifact) -> float:
 def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     """Logits ``[len(cases), vocab]`` after the last token of each prompt."""
     batch = golden_batch(cases)
-    slots, device = artifact.manifest.kv_slots, device_for(artifact.manifest.target)
-    plan = KVCachePlan(
+    executor = plain_executor(
+        artifact,
         num_blocks=int(batch.block_table.max()) + 1,
-        block_size=BLOCK_SIZE,
-        block_bytes=block_bytes(slots, artifact.dtype, BLOCK_SIZE),
-    )
-    if device.type == "cuda":
-        # Here and not above: a machine without a GPU needs no Triton.
-        from octavo.runtime.binaries import bind_kernels
-
-        module = import_program(artifact.root, artifact.manifest)
-        bind_kernels(artifact, module, device, block_size=BLOCK_SIZE)
-    executor = Executor(
-        artifact.load_program(),
-        artifact.load_weights(device),
-        allocate_kv_caches(slots, plan, artifact.dtype, device),
         max_num_tokens=len(batch.ids),
         max_num_seqs=len(cases),
-        device=device,
     )
     return executor.execute(batch).cpu()
 

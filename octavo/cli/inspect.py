@@ -70,6 +70,7 @@ def _print_summary(
     console: Console, directory: Path, manifest: Manifest, stages: list[artifact.Stage]
 ) -> None:
     _print_model(console, directory, manifest)
+    _print_loss(console, directory)
     _print_sizes(console, manifest)
     _print_stages(console, stages)
     _print_kernels(console, artifact.read_kernels(directory))
@@ -118,6 +119,17 @@ def _describe_quantization(manifest: Manifest) -> str:
     """The recipe, and how many linears are held by each scheme."""
     schemes = ", ".join(f"{count} x {name}" for name, count in manifest.quant_schemes.items())
     return ": ".join(filter(None, (manifest.quantization or "none", schemes)))
+
+
+def _print_loss(console: Console, directory: Path) -> None:
+    """What quantising cost on a short text, if it was measured."""
+    loss = artifact.read_loss(directory)
+    if loss is None:
+        return
+    table = _table("Loss", "measure", "count")
+    for name, value in loss.items():
+        table.add_row(name, value)
+    console.print(table)
 
 
 def _describe_slots(slots: tuple[KVSlot, ...]) -> str:

@@ -15,6 +15,7 @@ from octavo.cli.bench_schedule import bench_schedule
 from octavo.cli.chat import chat
 from octavo.cli.check import check
 from octavo.cli.compile import compile_command
+from octavo.cli.evaluate import evaluate
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.serve import serve
@@ -61,6 +62,11 @@ app.command(
     "octavo compile model.gguf -o model --dtype bfloat16\n\n"
     "octavo compile config.json -o random --random-weights 0",
 )(compile_command)
+app.command(
+    "evaluate",
+    epilog="Examples:\n\noctavo evaluate smollm2-int4 --against ./SmolLM2-135M-Instruct\n\n"
+    "octavo evaluate smollm2-int4 --against smollm2 --text book.txt --context 1024 --json",
+)(evaluate)
 app.command(
     "generate",
     epilog='Examples:\n\noctavo generate smollm2 -p "Once upon a time"\n\n'
