@@ -55,6 +55,7 @@ class AccessLog:
         sent = Headers(scope=scope).get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         facts: dict[str, Any] = scope.setdefault("octavo.log", {})
+        scope["octavo.send"] = send  # for bodies, see EventStream
         started = time.monotonic()
         status = 499  # what proxies write when the client is gone
         has_begun = False
