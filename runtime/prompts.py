@@ -36,10 +36,12 @@ def parse_prompts(
     *,
     tokenizer: Tokenizer | None,
     vocab_size: int,
-    max_model_len: int,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """Check and tokenise one prompt or several; raises InvalidRequest for the first bad one."""
+    """Check and tokenise one prompt or several; raises InvalidRequest for the first bad one.
+
+    Their length is left to ``fit_prompts``.
+    """
     items = [prompts] if _is_single(prompts) else prompts
     if not isinstance(items, Sequence):
         raise InvalidRequest(f"a prompt must be {_SHAPES}, got {type(prompts).__name__}")
@@ -47,11 +49,37 @@ def parse_prompts(
         raise InvalidRequest("there is no prompt: the list is empty")
     parsed = []
     for index, item in enumerate(items):
-        where = "the prompt" if len(items) == 1 else f"prompt {index}"
+        where = _where(index, len(items))
         prompt = _parse_one(where, _plain_ids(item), tokenizer, add_special_tokens)
-        _check_ids(where, prompt.token_ids, vocab_size, max_model_len)
+        _check_ids(where, prompt.token_ids, vocab_size)
         parsed.append(prompt)
     return parsed
+
+
+def fit_prompts(
+    prompts: Sequence[Prompt],
+    truncations: Sequence[int | None],
+    *,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+) -> list[Prompt]:
+    """The last tokens of each prompt, as many as its truncation says, which have to fit.
+
+    The text of one that is cut is that of the tokens kept. Raises InvalidRequest for the first that
+    leaves no room for an answer.
+    """
+    fitted = []
+    for index, (prompt, count) in enumerate(zip(prompts, truncations, strict=True)):
+        kept = _last_tokens(prompt, count, tokenizer)
+        num_tokens = len(kept.token_ids)
+        if num_tokens + 1 > max_model_len:
+            raise InvalidRequest(
+                f"{_where(index, len(prompts))} has {num_tokens} tokens, which leaves no room for "
+                f"an answer in max_model_len={max_model_len}; shorten it to {max_model_len - 1} or "
+                "raise max_model_len"
+            )
+        fitted.append(kept)
+    return fitted
 
 
 def with_urgency(prompts: Sequence[Prompt], **fields: Any) -> list[Prompt]:
@@ -148,14 +176,20 @@ def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
     return tuple(integer(f"{where}: a token id", value) for value in ids)
 
 
-def _check_ids(where: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def _check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
     if not ids:
         raise InvalidRequest(f"{where} is empty; give at least one token")
     check_token_id(where, min(ids), vocab_size)
     check_token_id(where, max(ids), vocab_size)
-    if len(ids) + 1 > max_model_len:
-        raise InvalidRequest(
-            f"{where} has {len(ids)} tokens, which leaves no room for an answer in "
-            f"max_model_len={max_model_len}; shorten it to {max_model_len - 1} or raise "
-            "max_model_len"
-        )
+
+
+def _where(index: int, count: int) -> str:
+    return "the prompt" if count == 1 else f"prompt {index}"
+
+
+def _last_tokens(prompt: Prompt, count: int | None, tokenizer: Tokenizer | None) -> Prompt:
+    if count is None or len(prompt.token_ids) <= count:
+        return prompt
+    kept = prompt.token_ids[-count:]
+    text = None if prompt.text is None or tokenizer is None else tokenizer.decode(kept)
+    return replace(prompt, token_ids=kept, text=text)

@@ -23,7 +23,7 @@ SEED_BITS = 64
 MAX_SAMPLES = 16384  # of one prompt: a slip of the hand must not fill the memory. vLLM's bound.
 MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little to overflow
 
-_NOT_BUILT = ("truncate_prompt_tokens", "extra_args")  # known to vLLM
+_NOT_BUILT = ("extra_args",)  # known to vLLM
 
 
 @dataclass
@@ -44,6 +44,7 @@ class SamplingParams:
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
     ``logprobs`` N gives the N best tokens and the chosen one at each step, of the distribution
     before any of these; -1 gives all. ``prompt_logprobs`` N gives them for the prompt's tokens.
+    ``truncate_prompt_tokens`` N keeps the last N tokens of a longer prompt.
     Raises InvalidRequest, a ValueError, for an impossible value.
     """
 
@@ -150,6 +151,10 @@ class SamplingParams:
     def _check_length_and_stop(self) -> None:
         if self.max_tokens is not None:
             self.max_tokens = integer("max_tokens", self.max_tokens, low=1)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = integer(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, low=1
+            )
         self.min_tokens = integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(

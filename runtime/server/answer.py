@@ -58,7 +58,7 @@ class Answer(ABC):
         async with self._context.submitted(
             await self._prompts(), self._params, "final", self._arrival
         ) as streams:
-            outputs = await finished(streams)
+            outputs = [self._shown(output) for output in await finished(streams)]
         choices: list[dict[str, Any]] = []
         for number, output in enumerate(outputs):
             self._usage.count(number, output)
@@ -75,7 +75,8 @@ class Answer(ABC):
         ) as streams:
             numbers = {stream.request_id: number for number, stream in enumerate(streams)}
             async for output in interleaved(streams):
-                events, error = self._events_of(numbers[output.request_id], output)
+                shown = self._shown(output)
+                events, error = self._events_of(numbers[output.request_id], shown)
                 if events:
                     yield events
                 if error is not None:
@@ -104,6 +105,10 @@ class Answer(ABC):
     @abstractmethod
     def _text_delta(self, index: int, text: str) -> dict[str, Any]:
         """The choice of a chunk that has text and nothing else."""
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """What is told of an output."""
+        return output
 
     def _index(self, number: int, completion: CompletionOutput) -> int:
         """The index of a choice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from octavo.runtime.server.answer import Answer
 from octavo.runtime.server.api_errors import ApiError
 from octavo.runtime.server.context import ServerContext, new_id, note
 from octavo.runtime.server.event_stream import EventStream, unless_disconnected
-from octavo.runtime.server.logprobs import chat_logprobs
+from octavo.runtime.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.runtime.server.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest
 from octavo.runtime.server.sampling import chat_params
 from octavo.runtime.server.tool_parsers import PARSERS, ForcedParser, ToolCall, ToolParser
@@ -157,6 +157,13 @@ class _Answer(Answer):
         )
         salt = self._body.cache_salt
         return [prompt if salt is None else replace(prompt, cache_salt=salt)]
+
+    def _whole_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        wanted = self._body.prompt_logprobs
+        if wanted is None:
+            return {}
+        [output] = outputs
+        return {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs or (), wanted)}
 
     def _new_choice(self) -> _Choice:
         return _Choice(None if self._parser is None else self._parser())

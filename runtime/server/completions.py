@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +15,9 @@ from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.answer import Answer
 from octavo.runtime.server.context import ServerContext, new_id, note
 from octavo.runtime.server.event_stream import EventStream, unless_disconnected
-from octavo.runtime.server.logprobs import completion_logprobs
+from octavo.runtime.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.runtime.server.protocol import CompletionRequest
-from octavo.runtime.server.sampling import completion_params
+from octavo.runtime.server.sampling import completion_params, is_prompt_only
 
 
 async def create_completion(
@@ -70,7 +71,19 @@ class _Answer(Answer):
             prepared.append(shape)
         return prepared
 
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        return _without_tokens(output) if is_prompt_only(self._body) else output
+
     def _whole_choice(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        choice = self._choice(number, output, completion)
+        wanted = self._body.prompt_logprobs
+        if wanted is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), wanted)
+        return choice
+
+    def _choice(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
         index = self._index(number, completion)
@@ -90,15 +103,15 @@ class _Answer(Answer):
                 offset,
                 lambda token_id: self._text_of([token_id]),
             )
-        return _choice(index, text, found, completion.finish_reason, completion.stop_reason)
+        return _plain_choice(index, text, found, completion.finish_reason, completion.stop_reason)
 
     def _deltas(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> Iterator[dict[str, Any]]:
-        yield self._whole_choice(number, output, completion)
+        yield self._choice(number, output, completion)
 
     def _text_delta(self, index: int, text: str) -> dict[str, Any]:
-        return _choice(index, text)
+        return _plain_choice(index, text)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self._text_of(output.prompt_token_ids) if output.prompt is None else output.prompt
@@ -108,7 +121,19 @@ class _Answer(Answer):
         return self._context.engine.get_tokenizer().decode(token_ids, skip_special_tokens=True)
 
 
-def _choice(
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output without what was generated, which nobody asked for."""
+    return replace(output, outputs=[_without_token(each) for each in output.outputs])
+
+
+def _without_token(completion: CompletionOutput) -> CompletionOutput:
+    if completion.finish_reason not in ("stop", "length"):
+        return completion
+    logprobs = None if completion.logprobs is None else completion.logprobs[:0]
+    return CompletionOutput(completion.index, "", [], logprobs=logprobs, finish_reason="length")
+
+
+def _plain_choice(
     index: int,
     text: str,
     logprobs: dict[str, Any] | None = None,

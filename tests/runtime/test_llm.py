@@ -630,3 +630,20 @@ def test_a_path_that_is_no_artifact(tmp_path: Path) -> None:
         LLM(tmp_path / "none")
     with pytest.raises(ArtifactError, match="is not an artifact"):
         LLM(tmp_path)
+
+
+def test_a_truncated_prompt_is_the_rest_of_it(shared_toy: Path) -> None:
+    """In one call with whole ones, and where the whole is longer than the model takes."""
+    llm = LLM(shared_toy)
+    cut = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, truncate_prompt_tokens=4)
+    whole = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    given = [[*range(9)], [*range(9)], [1, 2], [7] * 2 * MAX_POSITION]
+    outputs = llm.generate(given, [cut, whole, cut, cut], use_tqdm=False)
+    seen = [[5, 6, 7, 8], [*range(9)], [1, 2], [7] * 4]
+    assert [output.prompt_token_ids for output in outputs] == seen
+    assert [output.outputs[0].token_ids for output in outputs] == [greedy(p, 5) for p in seen]
+    [output] = llm.generate("abcdef", cut, use_tqdm=False)
+    assert output.prompt == "cdef"
+    [said] = llm.chat([{"role": "user", "content": "Hi"}], cut, use_tqdm=False)
+    assert len(said.prompt_token_ids) == 4
+    assert "".join(llm.stream("abcdef", cut)) == output.outputs[0].text
