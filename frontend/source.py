@@ -84,11 +84,16 @@ def _open(source: ModelSource, model: Any) -> WeightSource:
 def _from_file(path: Path, seed: int | None) -> ModelSource:
     if path.suffix == ".json":
         if seed is None:
-            raise OctavoError(f"{path} holds no weights; add --random-weights SEED to draw them")
+            raise OctavoError(
+                f"{path} holds no weights; add --random-weights SEED to draw them (in Python: "
+                "compile_model(..., random_weights=SEED), whose artifact LLM takes)"
+            )
         return ModelSource("random", path.stem, path, read_config(path), None, seed, (path,))
     if path.suffix == ".gguf":
         if seed is not None:
-            raise OctavoError(f"{path} has its own weights; leave out --random-weights")
+            raise OctavoError(
+                f"{path} has its own weights; leave out --random-weights (in Python: random_weights)"
+            )
         return ModelSource("gguf", path.stem, path, gguf_config(read_gguf_header(path)))
     if path.suffix == ".safetensors":
         raise OctavoError(f"{path} has no config beside it in itself; give its directory")

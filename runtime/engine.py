@@ -306,7 +306,7 @@ class Engine:
             grammars=self.grammars,
         )
         request.waits_for_token = rules is not None and rules.depends_on_output
-        return OutputProcessor(
+        processor = OutputProcessor(
             request,
             prompt=source.prompt,
             kind=kind,
@@ -316,6 +316,9 @@ class Engine:
             rules=rules,
             sample_of=sample_of,
         )
+        if rules is not None:
+            rules.check_first(processor.banned_token_ids, self._vocab_size)
+        return processor
 
     def _num_unused_slots(self) -> int:
         """Slots of the running requests' blocks in which there is nothing yet."""

@@ -19,6 +19,7 @@ from octavo.runtime.beam_search import (
     BeamSearchParams,
     search,
 )
+from octavo.runtime.chat_messages import check_tools
 from octavo.runtime.checked_params import checked_params
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError, InvalidRequest
@@ -305,6 +306,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
+        check_tools(tools)
         variables = chat_template_kwargs or {}
         if not isinstance(variables, Mapping) or not _TAKEN_VARIABLES.isdisjoint(variables):
             raise InvalidRequest(

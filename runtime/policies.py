@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.request import Rank, Request
-from octavo.runtime.validation import integer, real
+from octavo.runtime.validation import integer, real, refusal
 
 # Estimated work is counted in decode steps. So many tokens of a prompt cost as much as one: between
 # what a GPU (200) and a CPU (20) were seen to need.
@@ -42,7 +41,7 @@ class Urgency:
         for name in ("deadline_ms", "queue_timeout_ms"):
             value = getattr(self, name)
             if value is not None and real(name, value) <= 0:
-                raise InvalidRequest(f"{name} must be above 0, got {value:g}")
+                raise refusal(name, f"must be above 0, got {value:g}")
 
     def deadline(self, arrival_time: float) -> float:
         """When it has to be done, infinity for never; in seconds, as the arrival."""

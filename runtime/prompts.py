@@ -9,7 +9,7 @@ from typing import Any
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.policies import Urgency
 from octavo.runtime.tokenizer import Tokenizer
-from octavo.runtime.validation import check_token_id, check_unicode, integer
+from octavo.runtime.validation import check_token_id, check_unicode, integer, refusal
 
 _SHAPES = (
     'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, '
@@ -73,10 +73,11 @@ def fit_prompts(
         kept = _last_tokens(prompt, count, tokenizer)
         num_tokens = len(kept.token_ids)
         if num_tokens + 1 > max_model_len:
-            raise InvalidRequest(
-                f"{_where(index, len(prompts))} has {num_tokens} tokens, which leaves no room for "
-                f"an answer in max_model_len={max_model_len}; shorten it to {max_model_len - 1} or "
-                "raise max_model_len"
+            raise refusal(
+                _where(index, len(prompts)),
+                f"has {num_tokens} tokens, which leaves no room for an answer in "
+                f"max_model_len={max_model_len}; shorten it to {max_model_len - 1} or raise "
+                "max_model_len",
             )
         fitted.append(kept)
     return fitted
@@ -127,7 +128,7 @@ def _parse_one(
         return _from_mapping(where, item, tokenizer, add_special_tokens)
     if isinstance(item, Sequence) and not isinstance(item, (bytes, bytearray)):
         return Prompt(_token_ids(where, item))
-    raise InvalidRequest(f"{where} must be {_SHAPES}, got {type(item).__name__}")
+    raise refusal(where, f"must be {_SHAPES}, got {type(item).__name__}")
 
 
 def _from_mapping(
@@ -135,14 +136,14 @@ def _from_mapping(
 ) -> Prompt:
     unknown = sorted(set(item) - {"prompt", "prompt_token_ids", "cache_salt"})
     if unknown:
-        raise InvalidRequest(f"{where}: {unknown[0]!r} is not supported; give {_SHAPES}")
+        raise refusal(f"{where}:", f"{unknown[0]!r} is not supported; give {_SHAPES}")
     text = item.get("prompt")
     salt = _cache_salt(where, item.get("cache_salt"))
     if item.get("prompt_token_ids") is not None:
         ids = _token_ids(where, _plain_ids(item["prompt_token_ids"]))
         return Prompt(ids, text if isinstance(text, str) else None, salt)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where} holds neither a prompt string nor prompt_token_ids")
+        raise refusal(where, "holds neither a prompt string nor prompt_token_ids")
     return replace(_from_text(where, text, tokenizer, add_special_tokens), cache_salt=salt)
 
 
@@ -150,7 +151,7 @@ def _cache_salt(where: str, salt: Any) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str) or not salt:
-        raise InvalidRequest(f"{where}: cache_salt must be a non-empty string, got {salt!r:.80}")
+        raise refusal("cache_salt", f"must be a non-empty string, got {salt!r:.80}")
     return salt
 
 
@@ -158,11 +159,12 @@ def _from_text(
     where: str, text: str, tokenizer: Tokenizer | None, add_special_tokens: bool
 ) -> Prompt:
     if not text:
-        raise InvalidRequest(f"{where} is empty; give at least one character")
+        raise refusal(where, "is empty; give at least one character")
     if tokenizer is None:
-        raise InvalidRequest(
-            f"{where} is text, but the model came without a tokenizer; give token ids, or compile "
-            "it again from a directory with tokenizer.json"
+        raise refusal(
+            where,
+            "is text, but the model came without a tokenizer; give token ids, or compile "
+            "it again from a directory with tokenizer.json",
         )
     check_unicode(where, text)
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens)), text)
@@ -170,7 +172,7 @@ def _from_text(
 
 def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidRequest(f"{where}: token ids must be a list, got {type(ids).__name__}")
+        raise refusal(f"{where}: token ids", f"must be a list, got {type(ids).__name__}")
     if set(map(type, ids)) <= {int}:
         return tuple(ids)  # the usual case: one pass in C
     return tuple(integer(f"{where}: a token id", value) for value in ids)
@@ -178,7 +180,7 @@ def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
 
 def _check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
     if not ids:
-        raise InvalidRequest(f"{where} is empty; give at least one token")
+        raise refusal(where, "is empty; give at least one token")
     check_token_id(where, min(ids), vocab_size)
     check_token_id(where, max(ids), vocab_size)
 

@@ -197,7 +197,8 @@ class Scheduler:
         if request.priority and not self.policy.heeds_priority:
             raise InvalidRequest(
                 f"request {request.request_id}: priority={request.priority} means nothing under "
-                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'"
+                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'",
+                param="priority",
             )
         request.order = self._num_added
         request.rank = self.policy.rank(request)

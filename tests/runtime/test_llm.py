@@ -647,3 +647,22 @@ def test_a_truncated_prompt_is_the_rest_of_it(shared_toy: Path) -> None:
     [said] = llm.chat([{"role": "user", "content": "Hi"}], cut, use_tqdm=False)
     assert len(said.prompt_token_ids) == 4
     assert "".join(llm.stream("abcdef", cut)) == output.outputs[0].text
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
+def test_buffers_that_no_memory_holds(tmp_path: Path, option: str) -> None:
+    buffer = "self.buffer = torch.empty((max_num_seqs + max_num_tokens) * 2**20, dtype=torch.int8)"
+    program = PROGRAM.replace("self.salt =", f"{buffer}\n        self.salt =")
+    write_toy_artifact(tmp_path / "toy", program=program)
+    assert LLM(tmp_path / "toy", max_num_seqs=1, max_num_batched_tokens=8).vocab_size == VOCAB_SIZE
+    message = f"no memory for the buffers of a step of .*{option}=1000000000"
+    with pytest.raises(CapacityError, match=message):
+        LLM(tmp_path / "toy", **{option: 10**9})
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_gpu_blocks_override": 2**31 - 1, "block_size": 2**31 - 1}]
+)
+def test_a_kv_cache_beyond_any_address(shared_toy: Path, options: dict[str, int]) -> None:
+    with pytest.raises(CapacityError, match="no memory for"):
+        LLM(shared_toy, **options)

@@ -248,7 +248,7 @@ def test_what_is_not_json(toy_server: InThread) -> None:
         kind = {"Content-Type": "application/json"}
         answer = client.post("/v1/completions", content=b"{", headers=kind)
         assert answer.status_code == 400
-        assert error_of(answer)["message"].startswith("the body is not JSON")
+        assert error_of(answer)["message"].startswith("We could not parse the JSON body")
         answer = client.post("/v1/completions", content=b'{"prompt": "a"}')
         assert answer.status_code == 400
         assert "Content-Type: application/json" in error_of(answer)["message"]
