@@ -91,9 +91,7 @@ def _from_file(path: Path, seed: int | None) -> ModelSource:
         return ModelSource("random", path.stem, path, read_config(path), None, seed, (path,))
     if path.suffix == ".gguf":
         if seed is not None:
-            raise OctavoError(
-                f"{path} has its own weights; leave out --random-weights (in Python: random_weights)"
-            )
+            raise OctavoError(f"{path} has its own weights; leave out --random-weights")
         return ModelSource("gguf", path.stem, path, gguf_config(read_gguf_header(path)))
     if path.suffix == ".safetensors":
         raise OctavoError(f"{path} has no config beside it in itself; give its directory")

@@ -43,7 +43,7 @@ def test_a_directory_without_config(tmp_path: Path) -> None:
     [
         (
             "config.json",
-            r"holds no weights; add --random-weights SEED .*compile_model\(\.\.\., random_weights=SEED\)",
+            r"add --random-weights SEED .*compile_model\(\.\.\., random_weights=SEED\)",
         ),
         ("model.safetensors", "give its directory"),
         ("model.txt", "is not a model"),
