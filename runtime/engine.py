@@ -372,6 +372,8 @@ class Engine:
         outputs, at = [], 0
         for _, request, start, stop in plan.prompt_rows:
             mine, at = rows[at : at + stop - start], at + stop - start
+            if any(row.error for row in mine):
+                self.scheduler.distrust(request)
             processor = self._live.get(request.request_id)
             try:
                 # Its id may be another's by now, if it was ended while the step ran.

@@ -298,10 +298,7 @@ class Scheduler:
                 if token is not None:
                     request.token_ids.append(token)
                 else:
-                    # What it has read may be what spoiled its row.
-                    num_full = request.num_tokens // self.blocks.block_size
-                    keys = request.block_keys(num_full, self.blocks.block_size)
-                    self.blocks.forget(request.request_id, keys)
+                    self.distrust(request)
                     spoiled.add(request)
         if self.blocks.prefix_cache is not None:
             block_size = self.blocks.block_size
@@ -310,6 +307,12 @@ class Scheduler:
                 if is_filled and request not in spoiled:
                     self.sharing.publish(request, start + num_tokens, block_ids)
         return taken
+
+    def distrust(self, request: Request) -> None:
+        """Let nobody share what a request has computed or read: something there spoiled a row."""
+        num_full = request.num_tokens // self.blocks.block_size
+        keys = request.block_keys(num_full, self.blocks.block_size)
+        self.blocks.forget(request.request_id, keys)
 
     def _expire(self, expired: Expired) -> None:
         """Take a request out that has run out of time. Whoever reads ``expired`` finishes it."""
