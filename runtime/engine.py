@@ -123,12 +123,13 @@ class Engine:
         priority: int = 0,
         deadline_ms: float | None = None,
         queue_timeout_ms: float | None = None,
+        client: str = "",
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises InvalidRequest when it could never run.
 
         ``cache_salt``: only requests with the same one share blocks of the prefix cache. The next
-        three say when it is to run: see octavo.runtime.policies.Urgency. ``arrival_time`` is when
+        four say when it is to run: see octavo.runtime.policies.Urgency. ``arrival_time`` is when
         it came, by time.monotonic; None is now.
         """
         assert not self.is_live(request_id), "request ids are unique"
@@ -136,7 +137,7 @@ class Engine:
             prompt_token_ids,
             prompt,
             root_key(self._content_id, cache_salt=cache_salt),
-            Urgency(priority, deadline_ms, queue_timeout_ms),
+            Urgency(priority, deadline_ms, queue_timeout_ms, client),
             time.monotonic() if arrival_time is None else arrival_time,
         )
         self._add(request_id, source, params, kind)
@@ -296,6 +297,7 @@ class Engine:
             priority=source.urgency.priority,
             deadline=source.urgency.deadline(source.arrival_time),
             queue_deadline=source.urgency.queue_deadline(source.arrival_time),
+            client=source.urgency.client,
         )
         self._num_requests += 1
         rules = make_rules(

@@ -96,14 +96,15 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         deadline_ms: float | Sequence[float | None] | None = None,
         queue_timeout_ms: float | Sequence[float | None] | None = None,
+        client: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
         ``{"prompt_token_ids": [...]}``; one or a list of them. A ``"cache_salt"`` beside these
         parts it from prompts with another. All else is one for all or one each: the sampling
-        parameters, the priority (lower is more urgent; see ``scheduling_policy``), and the times
-        within which a prompt is to be answered and to be started.
+        parameters, the priority (lower is more urgent; see ``scheduling_policy``), the times
+        within which a prompt is to be answered and to be started, and the client whose it is.
         Raises InvalidRequest before anything is run.
         """
         if prompt_token_ids is not None:
@@ -115,6 +116,7 @@ class LLM:
             priority=priority,
             deadline_ms=deadline_ms,
             queue_timeout_ms=queue_timeout_ms,
+            client=client,
         )
         return self._run(*self._fitted(parsed, sampling_params), use_tqdm)
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.deadlines import Deadlines, Expired
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.fair_queue import FairQueue
 from octavo.runtime.host_tier import Load, Save
-from octavo.runtime.policies import make_policy
+from octavo.runtime.policies import PROMPT_TOKENS_A_STEP, make_policy
 from octavo.runtime.prefix_sharing import PrefixSharing
 from octavo.runtime.request import Request, RequestStatus
 from octavo.runtime.waiting_queue import WaitingQueue
@@ -175,7 +176,9 @@ class Scheduler:
         self.policy = make_policy(config.policy, config.ageing_seconds)
         self.sharing = PrefixSharing(blocks)
         self.deadlines = Deadlines()
-        self.waiting = WaitingQueue()
+        self.waiting = (
+            FairQueue(PROMPT_TOKENS_A_STEP) if self.policy.shares_service else WaitingQueue()
+        )
         self.running: dict[str, Request] = {}  # in the order of admission
         self.expired: deque[Expired] = deque()
         self.num_preemptions = 0
@@ -214,6 +217,8 @@ class Scheduler:
         """
         if self.running.pop(request.request_id, None) is None:
             self.waiting.remove(request)
+        else:
+            self.waiting.ended(request)
         self.blocks.free(request.request_id)
         request.status = RequestStatus.FINISHED
 

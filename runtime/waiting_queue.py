@@ -50,6 +50,9 @@ class WaitingQueue:
         del self._waiting[request.request_id]
         return request
 
+    def ended(self, request: Request) -> None:
+        """Told of each request that was taken and runs no more."""
+
     def remove(self, request: Request) -> None:
         """Take a request out; nothing when it does not wait."""
         if request in self:

@@ -58,7 +58,7 @@ def serve(
     ] = None,
     scheduling_policy: Annotated[
         str | None,
-        typer.Option(help="fcfs, priority, edf or shortest: who runs first. Default: fcfs."),
+        typer.Option(help="fcfs, priority, edf, shortest or fair: who runs first. Default: fcfs."),
     ] = None,
     ageing_ms: Annotated[
         float | None, typer.Option(help="What waiting is worth: see docs/scheduling.md.")

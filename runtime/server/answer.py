@@ -47,7 +47,7 @@ class Answer(ABC):
         self._request = request
         self._params = params
         self._head = head
-        self._arrival = arrival_of(body)
+        self._arrival = {**arrival_of(body), "client": context.client(request, body.user)}
         self._usage = Usage()
         self._streamed = StreamedUsage(body.stream_options, self._usage)
         self._is_plain = is_plain and not self._streamed.is_continuous

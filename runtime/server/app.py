@@ -73,6 +73,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         options.model_names,
         options.tool_parser or _parser(engine),
         options.trusts_chat_templates,
+        uses_keys=bool(options.api_keys),
     )
     app = FastAPI(title="Octavo", version=options.version or "0", docs_url=None, redoc_url=None)
     app.state.context = context

@@ -18,6 +18,7 @@ from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.request_stream import RequestStream
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.api_errors import ApiError, api_error_of, unfinished
+from octavo.runtime.server.middleware import client_of
 from octavo.runtime.server.protocol import StreamOptions
 
 
@@ -29,6 +30,7 @@ class ServerContext:
     model_names: tuple[str, ...]
     tool_parser: str | None = None
     trusts_chat_templates: bool = False
+    uses_keys: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -60,6 +62,13 @@ class ServerContext:
                 "the server with --trust-request-chat-template",
                 param="chat_template",
             )
+
+    def client(self, request: Request, user: Any) -> str:
+        """Whose request it is: the key's where there are keys, else the user's that it names, else
+        the address'. A key is not to get more by naming many users."""
+        if self.uses_keys or not isinstance(user, str):
+            return client_of(request.scope, self.uses_keys)
+        return user
 
     def explain(self, error: Exception) -> ApiError:
         """How an error is told, with an estimate of when the queue has room again."""
