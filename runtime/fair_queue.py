@@ -7,9 +7,10 @@ comes back after a pause is served no less than those that wait, so that nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from octavo.runtime.errors import require
 from octavo.runtime.request import Request, RequestStatus
 from octavo.runtime.waiting_queue import WaitingQueue
 
@@ -92,6 +93,11 @@ class FairQueue(WaitingQueue):
         run = self._runs.get(request.client, {}).get(request.request_id)
         if run is not None:
             self._end(run, run.work)
+
+    def check(self, running: Collection[str]) -> None:
+        taken = {name for runs in self._runs.values() for name in runs}
+        require(taken == set(running), "those that are counted as running are not those that run")
+        require(all(self._queues.values()), "a client waits with nothing")
 
     def _end(self, run: _Run, work: float) -> None:
         client = run.request.client

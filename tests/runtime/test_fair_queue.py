@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 
 from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.errors import InvariantError
 from octavo.runtime.fair_queue import FairQueue
+from octavo.runtime.invariants import check_invariants
 from octavo.runtime.policies import PROMPT_TOKENS_A_STEP, Urgency
 from octavo.runtime.prefix_cache import root_key
 from octavo.runtime.request import Request, RequestStatus
@@ -47,7 +49,7 @@ class Bench:
             if request.is_at_limit:
                 self.scheduler.finish(request)
                 self.finished.append(request.request_id)
-        self.scheduler.blocks.check()
+        check_invariants(self.scheduler)
 
     def run(self) -> list[str]:
         while self.scheduler.has_unfinished:
@@ -185,3 +187,14 @@ def test_counts_of_clients_that_are_gone_are_forgotten() -> None:
     queue.ended(held)
     queue.push(held)  # the first since nobody had anything to do
     assert not queue._served
+
+
+def test_a_request_that_is_lost_is_noticed() -> None:
+    bench = Bench()
+    bench.add("a", max_tokens=9)
+    bench.step()
+    queue = bench.scheduler.waiting
+    assert isinstance(queue, FairQueue)
+    queue._runs.clear()
+    with pytest.raises(InvariantError, match="not those that run"):
+        bench.step()
