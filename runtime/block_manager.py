@@ -198,11 +198,16 @@ class BlockManager:
         return True
 
     def forget(self, request_id: str, keys: Sequence[bytes] = ()) -> None:
-        """Let nobody else share what the request holds, of which the full blocks have ``keys``: its
-        content is not to be trusted."""
+        """Let nobody else share what the request holds or has held, of which the full blocks have
+        ``keys``: its content is not to be trusted."""
         if self.prefix_cache is not None:
-            for block_id in self._tables.get(request_id, ()):
+            for block_id in (
+                *self._tables.get(request_id, ()),
+                *self.prefix_cache.known(keys),  # in nobody's table if it was preempted
+            ):
                 self.prefix_cache.drop(block_id)
+                if self._cached.pop(block_id, None) is not None:
+                    self._free[block_id] = None
         if self.host_tier is not None:
             self.host_tier.forget(keys)
 

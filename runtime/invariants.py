@@ -21,6 +21,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         scheduler.blocks.holders() == scheduler.running.keys(),
         "those that hold blocks are not those that run",
     )
+    scheduler.waiting.check(scheduler.running.keys())
     for request in waiting:
         _check_waiting(request)
     for name, request in scheduler.running.items():

@@ -110,7 +110,7 @@ def allocate_kv_caches(
         return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
     except torch.OutOfMemoryError:
         raise  # whoever planned the GPU's memory says more
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ValueError) as error:  # the last: beyond any address
         raise CapacityError(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
             "lower kv_cache_memory_bytes, or num_gpu_blocks_override if that was given"

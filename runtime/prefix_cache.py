@@ -75,6 +75,10 @@ class PrefixCache:
             found.append(block_id)
         return found
 
+    def known(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of all of ``keys`` that are there."""
+        return [self._blocks[key] for key in keys if key in self._blocks]
+
     def put(self, key: bytes, block_id: int) -> None:
         """Say what a block holds, unless another block is known to hold the same."""
         if key not in self._blocks and block_id not in self._keys:

@@ -178,6 +178,7 @@ class Simulator:
             priority=urgency.priority if self.scheduler.policy.heeds_priority else 0,
             deadline=urgency.deadline(arrival),
             queue_deadline=urgency.queue_deadline(arrival),
+            client=urgency.client,
         )
         self.scheduler.add(request)
         self._live[request.request_id] = outcome

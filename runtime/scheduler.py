@@ -13,8 +13,9 @@ from typing import NamedTuple
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.deadlines import Deadlines, Expired
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.fair_queue import FairQueue
 from octavo.runtime.host_tier import Load, Save
-from octavo.runtime.policies import make_policy
+from octavo.runtime.policies import PROMPT_TOKENS_A_STEP, make_policy
 from octavo.runtime.prefix_sharing import PrefixSharing
 from octavo.runtime.request import Request, RequestStatus
 from octavo.runtime.waiting_queue import WaitingQueue
@@ -175,7 +176,9 @@ class Scheduler:
         self.policy = make_policy(config.policy, config.ageing_seconds)
         self.sharing = PrefixSharing(blocks)
         self.deadlines = Deadlines()
-        self.waiting = WaitingQueue()
+        self.waiting = (
+            FairQueue(PROMPT_TOKENS_A_STEP) if self.policy.shares_service else WaitingQueue()
+        )
         self.running: dict[str, Request] = {}  # in the order of admission
         self.expired: deque[Expired] = deque()
         self.num_preemptions = 0
@@ -197,7 +200,8 @@ class Scheduler:
         if request.priority and not self.policy.heeds_priority:
             raise InvalidRequest(
                 f"request {request.request_id}: priority={request.priority} means nothing under "
-                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'"
+                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'",
+                param="priority",
             )
         request.order = self._num_added
         request.rank = self.policy.rank(request)
@@ -213,6 +217,8 @@ class Scheduler:
         """
         if self.running.pop(request.request_id, None) is None:
             self.waiting.remove(request)
+        else:
+            self.waiting.ended(request)
         self.blocks.free(request.request_id)
         request.status = RequestStatus.FINISHED
 
@@ -297,10 +303,7 @@ class Scheduler:
                 if token is not None:
                     request.token_ids.append(token)
                 else:
-                    # What it has read may be what spoiled its row.
-                    num_full = request.num_tokens // self.blocks.block_size
-                    keys = request.block_keys(num_full, self.blocks.block_size)
-                    self.blocks.forget(request.request_id, keys)
+                    self.distrust(request)
                     spoiled.add(request)
         if self.blocks.prefix_cache is not None:
             block_size = self.blocks.block_size
@@ -309,6 +312,12 @@ class Scheduler:
                 if is_filled and request not in spoiled:
                     self.sharing.publish(request, start + num_tokens, block_ids)
         return taken
+
+    def distrust(self, request: Request) -> None:
+        """Let nobody share what a request has computed or read: something there spoiled a row."""
+        num_full = request.num_tokens // self.blocks.block_size
+        keys = request.block_keys(num_full, self.blocks.block_size)
+        self.blocks.forget(request.request_id, keys)
 
     def _expire(self, expired: Expired) -> None:
         """Take a request out that has run out of time. Whoever reads ``expired`` finishes it."""

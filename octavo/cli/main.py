@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 import octavo
 from octavo.cli.bench import bench
 from octavo.cli.bench_schedule import bench_schedule
+from octavo.cli.bench_serve import bench_serve
 from octavo.cli.chat import chat
 from octavo.cli.check import check
 from octavo.cli.compile import compile_command
@@ -105,6 +106,11 @@ app.command(
     "octavo bench schedule trace.jsonl --policies fcfs,priority --output figures.json\n\n"
     "octavo bench schedule --overhead",
 )(bench_schedule)
+app.command(
+    "bench serve",
+    epilog="Examples:\n\noctavo bench serve smollm2\n\n"
+    "octavo bench serve smollm2 --streams 1,64 --repeats 5 --output figures.json",
+)(bench_serve)
 app.command(
     "tune",
     epilog="Examples:\n\noctavo tune llama\n\noctavo tune llama --seconds 60",

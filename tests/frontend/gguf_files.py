@@ -64,13 +64,6 @@ _F16_AT = {
     **dict.fromkeys(("Q4_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q6_K": (208,),
 }
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 _ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 

@@ -100,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         salt=st.sampled_from([None, None, None, "a"]),
         priority=st.integers(-2, 2),
+        client=st.sampled_from(["", "a", "b"]),
         deadline_ms=LIMITS,
         queue_timeout_ms=LIMITS,
     )
@@ -112,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         salt: str | None,
         priority: int,
+        client: str,
         deadline_ms: float | None,
         queue_timeout_ms: float | None,
     ) -> None:
@@ -130,6 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=priority if self.engine.scheduler.policy.heeds_priority else 0,
             deadline_ms=deadline_ms,
             queue_timeout_ms=queue_timeout_ms,
+            client=client,
         )
         reasons = {"deadline": deadline_ms, "queue_timeout": queue_timeout_ms}
         self.early_ends[name] = {"abort", *(r for r, limit in reasons.items() if limit)}
@@ -149,12 +152,12 @@ class EngineMachine(RuleBasedStateMachine):
         again. What may go wrong does when blocks go out, or when they come back."""
         again = stem[: self.max_len - 2]
         flood = [factor * i % 47 + 1 for i in range(self.max_len - 1)]
-        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, "", None, None)
         self.steps(10)
-        self.add([], 0, flood, False, 1, None, 0, None, None)
+        self.add([], 0, flood, False, 1, None, 0, "", None, None)
         self.step_in_trouble(out)
         self.steps(10)
-        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, "", None, None)
         self.step_in_trouble(back)
 
     @precondition(lambda self: self.expected)
