@@ -28,7 +28,7 @@ from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
-from octavo.ir.manifest import Manifest
+from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.phases import Phases
@@ -193,6 +193,7 @@ def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, An
         "vocab_size": imported.graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
+        "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),

@@ -19,7 +19,7 @@ def sequence(
 ) -> ScheduledSequence:
     """The last of a request's tokens, from ``start`` on."""
     request = Request(name, [0] * start + tokens, SamplingParams(), max_model_len=100)
-    return ScheduledSequence(request, start, len(tokens), array("i", blocks), is_sampled)
+    return ScheduledSequence(request, start, len(tokens), (array("i", blocks),), is_sampled)
 
 
 PLAN = StepPlan(
@@ -80,10 +80,11 @@ def test_a_builder_follows_tables_that_grow_end_and_are_made_anew() -> None:
         name = str(rng.randrange(step // 4 + 1))
         if name not in tables or rng.random() < 0.2:
             tables[name] = sequence(name, [1], 1, [])
-        tables[name].block_ids.extend(rng.randrange(1, 99) for _ in range(rng.randint(1, 40)))
-        ready = [name for name, item in tables.items() if item.block_ids]
+        table = tables[name].tables[0]
+        table.extend(rng.randrange(1, 99) for _ in range(rng.randint(1, 40)))
+        ready = [name for name, item in tables.items() if item.tables[0]]
         chosen = [tables[name] for name in rng.sample(ready, rng.randint(1, len(ready)))]
-        table = builder.build(StepPlan(tuple(chosen))).block_table
-        for row, item in zip(table.tolist(), chosen, strict=True):
-            used = len(item.block_ids)
-            assert row == [*item.block_ids, *[0] * (len(row) - used)]
+        built = builder.build(StepPlan(tuple(chosen))).block_table
+        for row, item in zip(built.tolist(), chosen, strict=True):
+            used = len(item.tables[0])
+            assert row == [*item.tables[0], *[0] * (len(row) - used)]
