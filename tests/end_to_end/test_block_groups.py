@@ -20,6 +20,7 @@ from octavo.runtime.kv_cache import allocate_kv_caches
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
+from tests.runtime.test_cuda_executor import with_graphs
 
 NUM_NEW = 60
 # The window is 8, a block 4: shorter than the window, across it, far beyond it.
@@ -163,3 +164,14 @@ def test_requests_give_way_and_come_back(model: Model) -> None:
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
         model.check(prompt, output)
     assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+def test_the_executor_of_the_gpu_gives_each_group_its_tables(model: Model, graphs: bool) -> None:
+    """Its inputs at fixed places and its padded sizes, on the CPU's program; a request that ends
+    leaves blocks to another in the middle of it all."""
+    llm = model.load(max_num_seqs=2, async_scheduling=True, long_prefill_token_threshold=16)
+    with_graphs(llm, model.artifact, graphs=graphs)
+    prompts = model.reference.prompts
+    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+        model.check(prompt, output)

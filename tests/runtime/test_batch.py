@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from octavo.runtime.batch import BatchBuilder
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.request import Request
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import PromptRows, ScheduledSequence, StepPlan
@@ -88,3 +89,19 @@ def test_a_builder_follows_tables_that_grow_end_and_are_made_anew() -> None:
         for row, item in zip(built.tolist(), chosen, strict=True):
             used = len(item.tables[0])
             assert row == [*item.tables[0], *[0] * (len(row) - used)]
+
+
+def test_several_groups_have_a_row_each_and_follow_their_windows() -> None:
+    builder = BatchBuilder(4, (FULL, BlockGroup(window=6)))
+    request = Request("a", [5] * 20, SamplingParams(), max_model_len=100)
+    full, windowed = array("i", [1, 2, 3]), array("i", [7, 8])
+    step = ScheduledSequence(request, 4, 4, (full, windowed), True)
+    batch = builder.build(StepPlan((step,)))
+    assert batch.slot_mapping.tolist() == [[8, 9, 10, 11], [32, 33, 34, 35]]
+    assert batch.block_table.tolist() == [[[1, 2, 3]], [[7, 8, 0]]]
+    assert builder.build(StepPlan((step,))).block_table is batch.block_table
+    windowed[0] = 0  # what lies behind the window is given back when the table grows
+    windowed.append(9)
+    batch = builder.build(StepPlan((step._replace(start=9, num_tokens=1),)))
+    assert batch.slot_mapping.tolist() == [[13], [37]]
+    assert batch.block_table.tolist() == [[[1, 2, 3]], [[0, 8, 9]]]

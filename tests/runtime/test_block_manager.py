@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import InvariantError
 
@@ -278,4 +279,116 @@ def test_the_checker_sees_a_promise_of_one_that_is_gone() -> None:
     assert blocks.prefix_cache is not None
     blocks.prefix_cache.promise("ghost", [b"a"])
     with pytest.raises(InvariantError, match="promises blocks and holds none"):
+        blocks.check()
+
+
+# With two groups: one that keeps everything, and one with a window of 6 tokens.
+
+
+def grouped(num_blocks: int) -> BlockManager:
+    groups = (FULL, BlockGroup(window=6))
+    return BlockManager(num_blocks, 4, groups=groups, enable_prefix_caching=True)
+
+
+def tables(blocks: BlockManager, name: str) -> list[list[int]]:
+    blocks.check()
+    return [list(table) for table in blocks.tables(name)]
+
+
+def grow(blocks: BlockManager, name: str, num_computed: int, until: int, total: int) -> None:
+    """Make room for a step that ends before ``until``, of a request with ``total`` tokens."""
+    if num_computed:
+        blocks.drop_behind(name, num_computed, until, total)
+    assert blocks.can_allocate(name, total, until=until)
+    blocks.allocate(name, total, until=until)
+
+
+def test_a_windowed_table_is_filled_a_step_at_a_time_and_emptied_behind() -> None:
+    blocks = grouped(30)
+    assert blocks.num_taken("a", 17, until=8) == 5 + 2
+    grow(blocks, "a", 0, 8, 17)
+    assert tables(blocks, "a") == [[1, 2, 3, 4, 5], [6, 7]]
+    assert blocks.num_slots("a") == 8
+    grow(blocks, "a", 8, 16, 17)  # token 8 sees 3 and later: all blocks
+    assert tables(blocks, "a") == [[1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    grow(blocks, "a", 16, 17, 17)  # token 16 sees 11 and later: 2 blocks are behind
+    assert tables(blocks, "a") == [[1, 2, 3, 4, 5], [0, 0, 8, 9, 10]]
+    assert blocks.pool.num_held == [5, 3]
+    for length in range(18, 72):
+        if length > blocks.num_slots("a"):
+            grow(blocks, "a", length - 1, length, length)
+            assert blocks.pool.num_held == [-(-length // 4), 3]
+    blocks.free("a")
+    assert blocks.num_free_blocks == 29
+    blocks.check()
+
+
+def test_nothing_is_given_back_that_a_step_in_flight_computes() -> None:
+    blocks = grouped(20)
+    blocks.allocate("a", 40, until=20)
+    assert blocks.drop_behind("a", 20, 40, 1)
+    assert tables(blocks, "a")[1][:2] == [0, 12]
+    assert not blocks.drop_behind("a", 20, 40, 1)
+    assert blocks.drop_behind("a", 20, 40, 40)
+    assert tables(blocks, "a")[1] == [0, 0, 0, 14, 15]
+
+
+def test_a_table_that_does_not_grow_keeps_what_it_has() -> None:
+    blocks = grouped(20)
+    blocks.allocate("a", 20)
+    assert not blocks.drop_behind("a", 19, 20, 20)
+    assert tables(blocks, "a")[1] == [6, 7, 8, 9, 10]
+
+
+KEYS = [b"v", b"w", b"x", b"y", b"z"]
+
+
+def test_a_hit_needs_of_a_window_what_the_next_token_sees() -> None:
+    blocks = grouped(20)
+    blocks.allocate("a", 20)
+    blocks.publish("a", blocks.tables("a"), 0, KEYS)
+    hit = blocks.find_prefix(KEYS)
+    assert (hit.num_blocks, hit.tables) == (5, ((1, 2, 3, 4, 5), (0, 0, 0, 9, 10)))
+    blocks.allocate("b", 21, prefix=hit)
+    assert tables(blocks, "b") == [[1, 2, 3, 4, 5, 11], [0, 0, 0, 9, 10, 12]]
+    assert blocks.pool.num_held == [6, 6]
+    blocks.free("b")
+    blocks.pool.forget(10)  # block 4 of the window: a hit ends before it
+    assert blocks.find_prefix(KEYS).num_blocks == 4
+    blocks.pool.forget(7)  # block 1, which the token after blocks 0 and 1 sees
+    blocks.pool.forget(9)
+    assert blocks.find_prefix(KEYS).tables == ((1,), (6,))
+
+
+def test_what_a_spoiled_request_held_behind_its_window_is_forgotten_too() -> None:
+    blocks = BlockManager(8, 4, groups=(BlockGroup(window=4),), enable_prefix_caching=True)
+    blocks.allocate("a", 12)
+    blocks.publish("a", blocks.tables("a"), 0, KEYS[:3])
+    assert blocks.drop_behind("a", 12, 13, 99)
+    assert (blocks.num_cached_blocks, blocks.find_prefix(KEYS[:1]).num_blocks) == (2, 1)
+    blocks.forget("a", KEYS[:3])
+    assert (blocks.num_cached_blocks, blocks.find_prefix(KEYS[:3]).num_blocks) == (0, 0)
+    blocks.check()
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "message"),
+    [(0, 2, "null block where it reads"), (1, 4, "null block where it reads")],
+)
+def test_the_checker_sees_a_null_block_where_a_request_reads(
+    number: int, place: int, message: str
+) -> None:
+    blocks = grouped(20)
+    blocks.allocate("a", 20)
+    blocks.tables("a")[number][place] = 0
+    with pytest.raises(InvariantError, match=message):
+        blocks.check()
+
+
+def test_the_checker_sees_a_block_in_the_wrong_group() -> None:
+    blocks = grouped(20)
+    blocks.allocate("a", 4)
+    full, windowed = blocks.tables("a")
+    full[0], windowed[0] = windowed[0], full[0]
+    with pytest.raises(InvariantError, match="in two groups"):
         blocks.check()

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from octavo.runtime import block_manager, prefix_hit
 from octavo.runtime import request as request_module
 from octavo.runtime.block_groups import FULL, BlockGroup, longest_sequence
 from octavo.runtime.block_manager import BlockManager
@@ -300,6 +301,24 @@ def stays_on_the_host(tier: HostTier, name: str) -> Sequence[Load]:
     return ()
 
 
+def drop_one_too_many(
+    blocks: BlockManager, name: str, num_computed: int, until: int, keep_from: int
+) -> bool:
+    """A block is given back that a window still shows."""
+    return DROP_BEHIND(blocks, name, num_computed + blocks.block_size, until, keep_from)
+
+
+def forget_the_window(*arguments: Any) -> int:
+    """A hit counts although blocks of its window are gone."""
+    length: int = arguments[2]
+    return length
+
+
+def same_key(key: bytes, group: int) -> bytes:
+    """What one group has computed is found for another."""
+    return key
+
+
 BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     Scheduler.begin,
     BlockManager.publish,
@@ -307,6 +326,7 @@ BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     block_key,
 )
 LAUNCHED, BEGIN_PLAN = HostTier.launched, HostTier.begin_plan
+DROP_BEHIND = BlockManager.drop_behind
 
 
 @pytest.mark.parametrize(
@@ -319,6 +339,9 @@ LAUNCHED, BEGIN_PLAN = HostTier.launched, HostTier.begin_plan
         pytest.param(HostTier, "begin_plan", lost_loads, id="load"),
         pytest.param(Scheduler, "begin", publish_at_launch, id="early"),
         pytest.param(request_module, "block_key", tokens_only, id="key"),
+        pytest.param(BlockManager, "drop_behind", drop_one_too_many, id="behind"),
+        pytest.param(prefix_hit, "_windowed_length", forget_the_window, id="window"),
+        pytest.param(block_manager, "group_key", same_key, id="group"),
     ],
 )
 def test_a_fault_is_seen(
