@@ -87,7 +87,13 @@ def _step_inputs(graph: Graph, num_groups: int) -> list[dict[str, Value]]:
         step
         | {
             name: graph.insert_before(
-                first, "select", step[name], dim=0, index=group, name=f"{name}_{group}"
+                first,
+                "select",
+                step[name],
+                dim=0,
+                index=group,
+                name=f"{name}_{group}",
+                origin=step[name].origin,
             ).output
             for name in GROUPED_INPUTS
         }

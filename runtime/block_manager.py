@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import TypeAlias
 
 from octavo.runtime.block_groups import FULL, BlockGroup, most_blocks
@@ -345,7 +346,7 @@ def _held(tables: Iterable[BlockTable]) -> Iterator[int]:
 
 def _from_the_end(tables: Sequence[BlockTable]) -> Iterator[int]:
     """The blocks of all groups, those of the last tokens first: tails are freed before heads."""
-    for index in range(max(map(len, tables), default=0) - 1, -1, -1):
-        for table in tables:
-            if index < len(table) and table[index] != NULL_BLOCK:
-                yield table[index]
+    length = max(map(len, tables), default=0)
+    aligned = (chain(repeat(NULL_BLOCK, length - len(t)), reversed(t)) for t in tables)
+    rows = chain.from_iterable(zip(*aligned, strict=True))
+    return (block_id for block_id in rows if block_id != NULL_BLOCK)
