@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.compile import compile_model
 from octavo.runtime import load
+from octavo.runtime.errors import CapacityError
 from octavo.runtime.kv_cache import allocate_kv_caches
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
@@ -148,6 +149,19 @@ def test_samples_share_their_prompt(model: Model) -> None:
     model.check(prompt, output)
     first, second = output.outputs
     assert first.token_ids != second.token_ids
+
+
+def test_the_longest_sequence_is_what_the_blocks_of_all_groups_hold(model: Model) -> None:
+    llm = model.load(num_gpu_blocks_override=30, long_prefill_token_threshold=16)
+    num_groups = len(llm.stats().num_group_blocks)
+    # 7 blocks for each window and the other 9, or no bound but the model's own. The last token
+    # needs no room.
+    assert llm.engine.max_model_len == {1: 256, 4: 9 * 4 + 1}[num_groups]
+    if num_groups == 4:
+        with pytest.raises(CapacityError, match=r"holds 36 tokens, too few .* 31 blocks"):
+            model.load(
+                num_gpu_blocks_override=30, long_prefill_token_threshold=16, max_model_len=38
+            )
 
 
 def test_requests_give_way_and_come_back(model: Model) -> None:
