@@ -40,7 +40,7 @@ from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.golden import golden_json, quantized_golden_json
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
-from octavo.ir.manifest import Manifest
+from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
 from octavo.ir.types import DTYPE_NAMES
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
@@ -314,6 +314,7 @@ def _fields(
         "vocab_size": imported.graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
+        "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),

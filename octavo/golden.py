@@ -83,7 +83,10 @@ class _Nothing:
 
 def _logits(graph: Graph, cases: list[dict[str, Any]], weights: WeightCache) -> Tensor:
     """Logits ``f32[cases, vocab]`` after the last token of each."""
-    batch = golden_batch(cases)
+    tables = next(value.tensor for value in graph.inputs if value.name == "block_table")
+    num_groups = tables.shape[0] if tables.rank == 3 else 1
+    assert isinstance(num_groups, int), "block groups are counted when the model is compiled"
+    batch = golden_batch(cases, num_groups)
     given: dict[str, Any] = dict(
         zip(STEP_INPUTS, batch.to_tensors(torch.device("cpu")), strict=True)
     )

@@ -93,7 +93,7 @@ class Engine:
         self._seed = seed
         self._content_id = content_id
         self._check_invariants = check_invariants
-        self._batches = BatchBuilder(blocks.block_size)
+        self._batches = BatchBuilder(blocks.block_size, blocks.groups)
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
         self._is_launch_open = False
@@ -258,6 +258,7 @@ class Engine:
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
             num_cached_blocks=blocks.num_cached_blocks,
+            num_group_blocks=tuple(blocks.pool.num_held),
             prefix_cache_queries=self.scheduler.sharing.num_queries,
             prefix_cache_hits=self.scheduler.sharing.num_hits,
             host_cache_hits=self.scheduler.sharing.num_host_hits,
@@ -325,7 +326,8 @@ class Engine:
     def _num_unused_slots(self) -> int:
         """Slots of the running requests' blocks in which there is nothing yet."""
         running = list(self.scheduler.running.values())  # any thread may ask
-        return sum(max(0, request.num_slots - request.num_computed_tokens) for request in running)
+        unused = self.scheduler.blocks.num_unused_slots
+        return sum(unused(request.request_id, request.num_computed_tokens) for request in running)
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()

@@ -70,6 +70,7 @@ def load_engine(
         BlockManager(
             capacity.kv_cache.num_blocks,
             capacity.kv_cache.block_size,
+            groups=capacity.groups,
             enable_prefix_caching=options.enable_prefix_caching,
             host_tier=HostTier(num_slots, MIN_LOAD_TOKENS) if num_slots else None,
         ),
@@ -97,7 +98,7 @@ def _load_executor(
     capacity = plan_capacity(
         artifact,
         options,
-        max_num_seqs=config.max_num_seqs,
+        config,
         available_bytes=cpu_kv_cache_bytes() if available is None else available,
     )
     with timings.phase("kernels"):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ir.manifest import num_groups
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.batch import Batch
 from octavo.runtime.device import device_for
@@ -50,10 +51,12 @@ class WindowLogits:
     """Runs sequences of up to ``max_tokens`` tokens, one at a time, as prefills in chunks."""
 
     def __init__(self, artifact: Artifact, max_tokens: int) -> None:
-        self._blocks = np.arange(1, 1 + -(-max_tokens // BLOCK_SIZE), dtype=np.int32)[None]
+        groups, count = num_groups(artifact.manifest.kv_slots), -(-max_tokens // BLOCK_SIZE)
+        tables = np.arange(1, 1 + groups * count, dtype=np.int32).reshape(groups, 1, count)
+        self._tables = tables if groups > 1 else tables[0]
         self._executor = plain_executor(
             artifact,
-            num_blocks=self._blocks.size + 1,
+            num_blocks=self._tables.size + 1,
             max_num_tokens=min(max_tokens, _STEP_TOKENS),
             max_num_seqs=1,
         )
@@ -66,12 +69,12 @@ class WindowLogits:
 
     def _batch(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> Batch:
         positions = np.arange(start, start + len(ids), dtype=np.int64)
-        blocks = self._blocks[0, positions // BLOCK_SIZE].astype(np.int64)
+        blocks = self._tables[..., 0, positions // BLOCK_SIZE].astype(np.int64)
         return Batch(
             ids=ids,
             positions=positions,
             slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-            block_table=self._blocks,
+            block_table=self._tables,
             query_start=np.array([0, len(ids)], dtype=np.int32),
             seq_lens=np.array([start + len(ids)], dtype=np.int32),
             logit_rows=np.arange(len(ids), dtype=np.int64),

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from octavo.cli import artifact
 from octavo.ir.errors import OctavoError
-from octavo.ir.manifest import KVSlot, Manifest
+from octavo.ir.manifest import KVSlot, Manifest, num_groups
 
 PIPE_WIDTH = UNBROKEN_WIDTH = 1000
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
@@ -137,7 +137,11 @@ def _describe_slots(slots: tuple[KVSlot, ...]) -> str:
     kinds = dict.fromkeys(slots, 0)
     for slot in slots:
         kinds[slot] += 1
-    return ", ".join(f"{count} x {_describe_slot(slot)}" for slot, count in kinds.items())
+    texts = []
+    for slot, count in kinds.items():
+        group = f" in block group {slot.group}" if num_groups(slots) > 1 else ""
+        texts.append(f"{count} x {_describe_slot(slot)}{group}")
+    return ", ".join(texts)
 
 
 def _describe_slot(slot: KVSlot) -> str:
@@ -145,7 +149,8 @@ def _describe_slot(slot: KVSlot) -> str:
     if slot.v_head_dim != slot.head_dim:
         dims += f" (values {slot.v_head_dim})"
     window = "" if slot.window is None else f", window {slot.window}"
-    return f"{slot.num_kv_heads} heads of {dims}{window}"
+    chunk = "" if slot.chunk is None else f", chunks of {slot.chunk}"
+    return f"{slot.num_kv_heads} heads of {dims}{window}{chunk}"
 
 
 def _print_sizes(console: Console, manifest: Manifest) -> None:
