@@ -104,9 +104,12 @@ class Manifest:
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
     def _body(self) -> dict[str, Any]:
+        """The fields, but for what is younger than format 2 and says nothing: so ids stay what they
+        were."""
         body = dataclasses.asdict(self)
+        if not self.quant_schemes:
+            del body["quant_schemes"]
         for slot in body["kv_slots"]:
-            # Younger than format 2: left out where they say nothing, ids stay what they were.
             for name in ("chunk", "group"):
                 if not slot[name]:
                     del slot[name]
@@ -120,13 +123,6 @@ class Manifest:
         """The text of manifest.json."""
         body = {"artifact_id": self.artifact_id, **self._body()}
         return json.dumps(body, indent=2, sort_keys=True) + "\n"
-
-    def _body(self) -> dict[str, Any]:
-        """The fields, but no empty table of schemes: older artifacts have none."""
-        body = dataclasses.asdict(self)
-        if not self.quant_schemes:
-            del body["quant_schemes"]
-        return body
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
