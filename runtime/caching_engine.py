@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +67,7 @@ class CachingEngine(Engine):
         if computation is None:
             return super().abort_request(request_id)
         if len(computation.sharers) > 1:
-            return computation.abort(request_id, time.monotonic())
+            return computation.abort(request_id, self._clock())
         self._forget(computation)
         output = super().abort_request(computation.request_id)
         if output is None:
@@ -127,14 +126,14 @@ class CachingEngine(Engine):
         if urgency.priority and not self.scheduler.policy.heeds_priority:
             return True
         limit = min(urgency.deadline(arrived), urgency.queue_deadline(arrived))
-        return limit <= time.monotonic()
+        return limit <= self._clock()
 
     def _answer(self, key: bytes, sharer: Sharer, urgency: Urgency) -> bool:
         """Whether the answer is stored, and will be given."""
         found = self._results.get(key)
         if found is None:
             return False
-        now = time.monotonic()
+        now = self._clock()
         output = sharer.output(replace(found, metrics=RequestMetrics(now, now, now, now, now)))
         assert output is not None, "stored answers are finished"
         self._answers.append(output)

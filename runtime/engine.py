@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from octavo.runtime.batch import BatchBuilder
@@ -77,13 +77,16 @@ class Engine:
         async_scheduling: bool = False,
         content_id: str = "",
         check_invariants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``content_id`` names what is computed: only equal ones may share blocks.
 
         ``check_invariants`` has the books checked after each step, see octavo.runtime.invariants.
+        ``clock`` gives monotonic seconds.
         """
         self.executor = executor
-        self.scheduler = Scheduler(config, blocks)
+        self._clock = clock
+        self.scheduler = Scheduler(config, blocks, clock)
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -138,7 +141,7 @@ class Engine:
             prompt,
             root_key(self._content_id, cache_salt=cache_salt),
             Urgency(priority, deadline_ms, queue_timeout_ms, client),
-            time.monotonic() if arrival_time is None else arrival_time,
+            self._clock() if arrival_time is None else arrival_time,
         )
         self._add(request_id, source, params, kind)
 
@@ -330,7 +333,7 @@ class Engine:
         return sum(unused(request.request_id, request.num_computed_tokens) for request in running)
 
     def _launch(self, plan: StepPlan) -> None:
-        started = time.monotonic()
+        started = self._clock()
         self._is_launch_open = True
         try:
             rows = [self._row(s.request) for s in plan.sequences if s.is_sampled]
@@ -358,7 +361,7 @@ class Engine:
         taken = self.scheduler.update(plan, tokens)
         # Not before: after an interrupt the step's tokens must be there to be read again.
         self._in_flight.popleft()
-        now = time.monotonic()
+        now = self._clock()
         self._count(launched, now)
         self._metrics.discarded(len(taken) - sum(taken))
         outputs = self._take_prompt_rows(plan, prompt_rows)
@@ -460,7 +463,7 @@ class Engine:
         processor = self._live.pop(request_id)
         self.scheduler.finish(processor.request)
         if processor.finish is None:
-            processor.end(finish, time.monotonic())
+            processor.end(finish, self._clock())
         self._metrics.finished(processor)
         self._count_end(processor)
         return self._shown(processor)

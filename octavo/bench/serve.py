@@ -25,6 +25,7 @@ import uvicorn
 
 from octavo.bench import stream_clients
 from octavo.bench.report import Grid
+from octavo.ir.errors import OctavoError
 from octavo.runtime.async_llm import AsyncLLM
 from octavo.runtime.batch import Batch
 from octavo.runtime.llm import LLM
@@ -116,10 +117,15 @@ class ServedModel:
             "temperature": 0,
             "stream": True,
         }
-        before = self._seconds()
+        before, num_before = self._seconds(), self._engine.stats().output_tokens
         num_events = self._ask(path, num_streams, json.dumps(body))
         whole, thread, delivery = (b - a for a, b in zip(before, self._seconds(), strict=True))
-        tokens = num_streams * num_tokens
+        tokens = self._engine.stats().output_tokens - num_before
+        if tokens != num_streams * num_tokens:
+            raise OctavoError(
+                f"{path}: {num_tokens} tokens a stream do not fit into the model's "
+                f"{self._engine.max_model_len}; lower --output-len"
+            )
         return ServerCost(
             path,
             num_streams,
@@ -133,7 +139,9 @@ class ServedModel:
         host, port = self._address
         command = [sys.executable, stream_clients.__file__, host, str(port), path, str(num_streams)]
         done = subprocess.run(command, input=body, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2]
+            raise OctavoError(f"{path} was not measured: {reason[:500]}")
         return int(done.stdout)
 
     def _seconds(self) -> tuple[float, float, float]:

@@ -76,4 +76,6 @@ def test_a_streamed_token_costs_the_server_less_than_100_us(toy: Path) -> None:
 def test_refusals(octavo_here: Command, toy: Path, tmp_path: Path) -> None:
     assert_refused(octavo_here("bench", "serve", tmp_path / "no"), "no such directory")
     assert_refused(octavo_here("bench", "serve", toy, "--streams", "0"), "--streams '0'")
+    long = octavo_here("bench", "serve", toy, "--streams", "1", "--output-len", "1000")
+    assert_refused(long, "1000 tokens a stream do not fit", "--output-len")
     assert_refused(octavo_here("bench", "serve", toy, "--streams", ""), "--streams ''")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -107,6 +108,8 @@ class EngineMachine(RuleBasedStateMachine):
             eos_token_ids=[EOS],
             async_scheduling=is_async,
             check_invariants=True,
+            # Orders must not depend on how busy the machine is, or they could not be drawn again.
+            clock=(2e-5 * tick for tick in itertools.count()).__next__,
         )
         self.expected: dict[str, list[int]] = {}
         self.poisoned: set[str] = set()
