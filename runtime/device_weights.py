@@ -90,7 +90,8 @@ def packed_bytes(weights: Mapping[str, StoredWeight]) -> int:
 def load_weights(
     weights: Mapping[str, StoredWeight], device: torch.device, *, dummy: bool
 ) -> dict[str, Tensor]:
-    """Tensors by name on a device. ``dummy``: random ones for floats, zeros for others.
+    """Tensors by name on a device. ``dummy``: random ones for floats and for codes of quantised
+    matrices, whose scales are positive; zeros for others.
 
     Weights that are not stored are made only with ``dummy``; those that are stored beside such
     ones (position tables) are read all the same. Raises ArtifactError.
@@ -110,16 +111,38 @@ def load_weights(
     made = set(absent or weights) if dummy else set()
     generator = torch.Generator(device).manual_seed(0)
     for name in sorted(made):
-        _fill(views[name], generator)
+        _fill(name, views[name], generator)
     _read_all({name: weights[name] for name in weights.keys() - made}, views, device)
     return views
 
 
-def _fill(tensor: Tensor, generator: torch.Generator) -> None:
-    if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    part = name.rpartition(".")[2]
+    if part == "scales":
+        _fill_scales(tensor, generator)
+    elif part == "codes" and not tensor.dtype.is_floating_point:
+        tensor.view(torch.uint8).random_(0, 256, generator=generator)
+    elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+    elif tensor.dtype == torch.float8_e4m3fn:
+        # Codes 0x00 to 0x7E: up to 448 and no NaN.
+        tensor.view(torch.uint8).random_(0, 0x7F, generator=generator)
+        tensor.view(torch.uint8).bitwise_or_(_signs(tensor, generator))
     else:
         tensor.view(torch.uint8).zero_()
+
+
+def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    signs = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
+    return signs.random_(0, 2, generator=generator) << 7
+
+
+def _fill_scales(tensor: Tensor, generator: torch.Generator) -> None:
+    """Positive ones, so small that no product of codes overflows."""
+    if tensor.dtype.itemsize == 1:  # a power of two, 2**-9
+        tensor.view(torch.uint8).fill_(118)
+    else:
+        tensor.uniform_(_DUMMY_STD / 128, _DUMMY_STD / 64, generator=generator)
 
 
 @dataclass(frozen=True)
