@@ -43,6 +43,7 @@ class Generated:
     memory: MemoryPlan
     kv_slots: tuple[KVSlot, ...]
     weight_bytes: int
+    layouts: dict[Value, str]  # of quantised weights
 
 
 def generate(
@@ -70,18 +71,19 @@ def generate(
     for kernel in kernels.rendered.values():
         _write(directory / kernel.path, kernel.text)
     _write(directory / "plans" / "memory.json", memory_json(memory))
+    layouts = weight_layouts(program.lines)
     weight_bytes = write_weights(
         graph,
         weights,
         directory / "weights",
-        layouts=weight_layouts(program.lines),
+        layouts=layouts,
         progress=progress,
         without_checkpoint=without_checkpoint,
     )
     fallback = Counter(node.op for node in graph.nodes if is_fallback(node))
     rendered = tuple(kernels.rendered.values())
     return Generated(
-        rendered, dict(sorted(fallback.items())), memory, kv_slots(graph), weight_bytes
+        rendered, dict(sorted(fallback.items())), memory, kv_slots(graph), weight_bytes, layouts
     )
 
 

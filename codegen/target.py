@@ -11,6 +11,9 @@ from octavo.codegen.cpu_rules import CPU_RULES
 from octavo.codegen.kernels import KernelRules
 from octavo.codegen.triton_rules import TRITON_RULES
 from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.types import SymDim, TensorType
 
 # Compute capabilities with kernels; one in between runs the binaries of the one below or its own.
 CUDA_ARCHS = (80, 86, 89, 90, 100, 120)
@@ -40,6 +43,29 @@ class Target:
         found = _this_gpu()
         return found is not None and found.arch == self.arch
 
+    def why_no_kernel(self, scheme: QuantScheme) -> str | None:
+        """Why the target cannot multiply by matrices of a scheme; None when it can.
+
+        Asked of its rules, so that no list has to be kept beside them.
+        """
+        if scheme.codes == "f8e4m3" and self.arch is not None and self.arch < 89:
+            return (
+                f"{self.name} has no 8-bit floats, which {scheme} needs; choose int8, int4, or a"
+                " target from sm_89 on"
+            )
+        if self.rules["linear"](_linear_of(scheme, self.dtypes[0])) is None:
+            return f"{self.name} has no kernel for {scheme}; choose int8 or int4"
+        return None
+
+    def can_embed(self, scheme: QuantScheme) -> bool:
+        """Whether the target looks rows up in matrices of a scheme."""
+        if "quant_embedding" not in self.rules:
+            return False
+        graph = Graph("embedding")
+        ids = graph.add_input("ids", TensorType("i64", (SymDim("T"),)))
+        node = graph.append("quant_embedding", ids, _matrix(graph, scheme), dtype=self.dtypes[0])
+        return self.rules["quant_embedding"](node) is not None
+
     def check_dtype(self, dtype: str) -> None:
         """Raise OctavoError unless there are kernels for models of this dtype."""
         if dtype not in self.dtypes:
@@ -47,6 +73,18 @@ class Target:
                 f"target {self.name} has no kernels for {dtype}; choose --dtype from "
                 f"{', '.join(self.dtypes)}"
             )
+
+
+def _linear_of(scheme: QuantScheme, dtype: str) -> Node:
+    """A linear with a weight of a scheme, such as the rules of a target look at."""
+    graph = Graph("linear")
+    x = graph.add_input("x", TensorType(dtype, (SymDim("T"), 512)))
+    return graph.append("linear", x, _matrix(graph, scheme))
+
+
+def _matrix(graph: Graph, scheme: QuantScheme) -> Value:
+    attrs = {"key": "w", "scheme": str(scheme), "shape": (512, 512)}
+    return graph.constant("quantized", **attrs)
 
 
 CPU = Target("cpu", "cpu", "cpu", ("f32", "bf16"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -111,6 +112,26 @@ def write_weights(
             progress(index + 1, len(used))
     writer.finish()
     return writer.num_bytes
+
+
+class WrittenWeights(Mapping[str, Tensor]):
+    """The tensors that ``write_weights`` wrote, read as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text("utf-8"))
+        self._shard_of: dict[str, str] = index["weight_map"]
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._folder / self._shard_of[name], framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
 
 
 def _declared(value: Value, layout: str | None) -> Iterator[tuple[str, TensorType]]:

@@ -49,6 +49,8 @@ class Manifest:
 
     ``max_position`` is the model's own bound on prompt plus output, in tokens. ``producer`` maps
     package names to versions and, like ``source``, does not enter the content id.
+    ``quantization`` names the recipe, or is None; ``quant_schemes`` says how many linears multiply
+    by matrices of each scheme.
     """
 
     architecture: str
@@ -60,6 +62,7 @@ class Manifest:
     kv_slots: tuple[KVSlot, ...]
     files: dict[str, FileEntry]
     quantization: str | None = None
+    quant_schemes: dict[str, int] = field(default_factory=dict)
     source: str = ""
     revision: str | None = None
     producer: dict[str, str] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Manifest:
         which are made from the sources: who goes by the id does not use these. Format 1 left out
         ``tests/`` alone.
         """
-        body = dataclasses.asdict(self)
+        body = self._body()
         for outside in ("producer", "source", "revision"):
             del body[outside]
         # By place and not by role, which the manifest may claim of a file that is run.
@@ -92,8 +95,15 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of manifest.json."""
-        body = {"artifact_id": self.artifact_id, **dataclasses.asdict(self)}
+        body = {"artifact_id": self.artifact_id, **self._body()}
         return json.dumps(body, indent=2, sort_keys=True) + "\n"
+
+    def _body(self) -> dict[str, Any]:
+        """The fields, but no empty table of schemes: older artifacts have none."""
+        body = dataclasses.asdict(self)
+        if not self.quant_schemes:
+            del body["quant_schemes"]
+        return body
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import threading
 import time
@@ -17,8 +16,10 @@ import torch
 
 import octavo
 from octavo.codegen.artifact import ArtifactWriter
+from octavo.codegen.cpu_rules import DEQUANTIZED_AT_LOAD
 from octavo.codegen.generate import Generated, generate
-from octavo.codegen.target import Targets, resolve_targets
+from octavo.codegen.target import Targets, cuda_target, resolve_targets
+from octavo.codegen.weights import WrittenWeights
 from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_trace
 from octavo.frontend.config import choose_dtype
@@ -27,12 +28,25 @@ from octavo.frontend.read_codes import read_codes
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, Imported, import_model
+from octavo.golden import golden_json, quantized_golden_json
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import Manifest
+from octavo.ir.parser import parse_graph
+from octavo.ir.types import DTYPE_NAMES
+from octavo.ir.weight_cache import WeightSource
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
+from octavo.passes.quant_recipe import Quantization, Recipe
 from octavo.phases import Phases
+from octavo.quantize import (
+    AS_IS,
+    CalibratedWeights,
+    WeightQuantizer,
+    calibrated_schemes,
+    count_schemes,
+    find_recipe,
+)
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import num_compile_workers, write_binaries
@@ -68,6 +82,8 @@ class _Job:
     writer: ArtifactWriter
     phases: Phases
     with_weights: bool
+    recipe: Recipe | None
+    calibration: WeightQuantizer | None
 
 
 def compile_model(
@@ -76,6 +92,9 @@ def compile_model(
     *,
     dtype: str = "auto",
     target: str = "auto",
+    quant: str | Path | None = None,
+    quant_head: str | None = None,
+    calibration: WeightQuantizer | None = None,
     random_weights: int | None = None,
     with_weights: bool = True,
     tune_seconds: float = 0.0,
@@ -87,13 +106,15 @@ def compile_model(
 
     ``model`` is a model directory, a GGUF file, a hub id, or a config.json with ``random_weights``,
     a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto, cpu, cuda (this
-    machine's GPU) or ``cuda:sm_90`` and the like, several with commas. Without ``with_weights``
-    only the shapes of the checkpoint's weights are stored, for runs with ``load_format="dummy"``.
-    On a machine with the GPU that is compiled for, kernels are tuned for up to ``tune_seconds``.
-    An existing ``output`` is replaced only with ``force``, and only when the new artifact is
-    complete. Of several threads one compiles at a time, the others wait. Raises OctavoError, one
-    line; then, and when interrupted, ``output`` is as it was before and what was written beside it
-    is removed.
+    machine's GPU) or ``cuda:sm_90`` and the like, several with commas. ``quant`` names a way to
+    quantise the linears, or a .yaml file of patterns and ways (docs/quantization.md);
+    ``quant_head`` one for the LM head, which is left as it is otherwise; with a ``calibration`` the
+    codes are its. Without ``with_weights`` only the shapes of the checkpoint's weights are stored,
+    for runs with ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels
+    are tuned for up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``,
+    and only when the new artifact is complete. Of several threads one compiles at a time, the
+    others wait. Raises OctavoError, one line; then, and when interrupted, ``output`` is as it was
+    before and what was written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
@@ -107,13 +128,28 @@ def compile_model(
         with phases("read the model"):
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
-        manifest = _build(_Job(source, torch_dtype, targets, writer, phases, with_weights))
+            recipe = _recipe(quant, quant_head, torch_dtype, targets)
+        job = _Job(source, torch_dtype, targets, writer, phases, with_weights, recipe, calibration)
+        manifest = _build(job)
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
                 tune_artifact(writer.directory, seconds=tune_seconds)
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)
+
+
+def _recipe(
+    quant: str | Path | None, head: str | None, dtype: torch.dtype, targets: Targets
+) -> Recipe | None:
+    """The recipe, which all the architectures that are compiled for must have kernels for."""
+    if quant is None and head is None:
+        return None
+    recipe = None
+    # The oldest first: what it cannot do is the reason to give.
+    for target in [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]:
+        recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
+    return recipe
 
 
 @contextmanager
@@ -136,11 +172,19 @@ def _build(job: _Job) -> Manifest:
         imported = import_model(job.source.config, job.dtype)
         for notice in imported.notices:
             logger.warning("%s", notice)
-    weights = _weights(job, imported)
+    weights, check = _weights(job, imported)
     graph = imported.graph
     with phases("rewrite"):
         stages = run_pipeline(
-            graph, max_position=imported.max_position, target=job.targets.main.kind
+            graph,
+            max_position=imported.max_position,
+            target=job.targets.main.kind,
+            quantization=Quantization(
+                job.recipe,
+                job.calibration is not None,
+                job.targets.main.why_no_kernel,
+                job.targets.main.can_embed,
+            ),
         )
         _refuse_unpaged(graph, stages)
         job.writer.write_stages(stages)
@@ -149,11 +193,14 @@ def _build(job: _Job) -> Manifest:
             graph,
             job.targets.main,
             job.writer.directory,
-            weights,
+            _calibrated(job, graph, stages, weights),
             without_checkpoint=not job.with_weights,
         )
         write_model_files(job.source, job.writer.directory / "model")
         release_memory()
+    _tell_dequantized(generated)
+    if check is not None:
+        _write_golden(job, graph, check, generated)
     fields = _fields(job, imported, generated)
     if job.targets.archs:
         with phases("compile kernels"):
@@ -169,7 +216,48 @@ def _build(job: _Job) -> Manifest:
     return manifest
 
 
-def _weights(job: _Job, imported: Imported) -> BoundWeights:
+def _calibrated(
+    job: _Job, graph: Graph, stages: list[Stage], weights: WeightSource
+) -> WeightSource:
+    """The weights, with the matrices that the calibration quantises in front of them."""
+    schemes = calibrated_schemes(graph)
+    if job.calibration is None or not schemes or not job.with_weights:
+        return weights
+    number = next(stage.number for stage in stages if stage.name == "quantize-linears")
+    whole = parse_graph(stages[number - 1].text)
+    with job.phases("calibrate"):
+        found = job.calibration.quantize(whole, schemes, weights)
+    return CalibratedWeights(found, frozenset(schemes), weights)
+
+
+def _tell_dequantized(generated: Generated) -> None:
+    """Say it once where weights take the memory of whole ones."""
+    schemes = {
+        str(kernel.constants["scheme"])
+        for kernel in generated.kernels
+        if kernel.template.endswith(f"/{DEQUANTIZED_AT_LOAD}.py.j2")
+    }
+    if schemes:
+        logger.warning(
+            "the cpu target has no products of %s: such weights are dequantised when they are"
+            " loaded, and take as much memory as whole ones",
+            " and ".join(sorted(schemes)),
+        )
+
+
+def _write_golden(job: _Job, graph: Graph, check: TraceCheck, generated: Generated) -> None:
+    """What the program is held to: of a quantised model, its own graph."""
+    if not generated.layouts:
+        job.writer.write_text("tests/golden.json", golden_json(check))
+        return
+    with job.phases("interpret the quantised graph"):
+        stored = WrittenWeights(job.writer.directory / "weights")
+        text = quantized_golden_json(check, graph, stored, generated.layouts)
+        job.writer.write_text("tests/golden.json", text)
+        release_memory()
+
+
+def _weights(job: _Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | None]:
     """The graph's weights, after Hugging Face's own run with them, which the graph must match."""
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
@@ -179,12 +267,11 @@ def _weights(job: _Job, imported: Imported) -> BoundWeights:
         imported.buffers.update(read_codes(imported.graph, checkpoint))
         weights = BoundWeights(checkpoint, imported.buffers, checkpoint)
     if not job.with_weights:
-        return weights
+        return weights, None
     with job.phases("compare with Hugging Face"):
         check = check_trace(imported, job.source.config, job.dtype, checkpoint)
-        job.writer.write_text("tests/golden.json", _golden(check))
         release_memory()
-    return weights
+    return weights, check
 
 
 def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, Any]:
@@ -194,6 +281,8 @@ def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, An
         "model_type": job.source.config.model_type,
         "target": job.targets.main.name,
         "dtype": str(job.dtype).removeprefix("torch."),
+        "quantization": job.recipe.name if job.recipe else None,
+        "quant_schemes": count_schemes(imported.graph),
         "vocab_size": imported.graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
@@ -214,21 +303,6 @@ def _check(job: _Job, manifest: Manifest) -> None:
         )
         return
     check_golden(Artifact.open(job.writer.directory))
-
-
-def _golden(check: TraceCheck) -> str:
-    """The text of tests/golden.json: what Hugging Face said, and how near the program has to be."""
-    cases = [
-        {
-            "ids": row.ids,
-            "first_position": row.first_position,
-            "top_ids": row.top_ids,
-            "top_logprobs": row.top_logprobs,
-        }
-        for row in check.rows
-    ]
-    # Logits that are each off by d give log-probabilities that are off by up to 2 d.
-    return json.dumps({"tolerance": 2 * check.bound.largest, "cases": cases}, indent=1) + "\n"
 
 
 def _refuse_unpaged(graph: Graph, stages: list[Stage]) -> None:

@@ -26,6 +26,10 @@ from octavo.runtime.errors import ArtifactError
 _ALIGNMENT = 256
 _PIECE_BYTES = 32 * 2**20
 _NUM_THREADS = 8
+# Codes of quantised weights by their dtype, and how large they are: 4 bits lie in bytes or words.
+_CODES = {torch.int8: 74.0, torch.uint8: 4.6, torch.int16: 4.6, torch.float8_e4m3fn: 0.6}
+_BELOW_TWO = 0xBF  # the bits of an e4m3 without the one that makes it large, or no number
+_SMALL_POWER = 121  # 2**-6 as an e8m0
 _DUMMY_STD = 0.02  # as most models are initialised: activations stay finite through all layers
 
 
@@ -90,8 +94,7 @@ def packed_bytes(weights: Mapping[str, StoredWeight]) -> int:
 def load_weights(
     weights: Mapping[str, StoredWeight], device: torch.device, *, dummy: bool
 ) -> dict[str, Tensor]:
-    """Tensors by name on a device. ``dummy``: random ones for floats and for codes of quantised
-    matrices, whose scales are positive; zeros for others.
+    """Tensors by name on a device. ``dummy``: random ones for floats and codes, zeros for others.
 
     Weights that are not stored are made only with ``dummy``; those that are stored beside such
     ones (position tables) are read all the same. Raises ArtifactError.
@@ -111,38 +114,28 @@ def load_weights(
     made = set(absent or weights) if dummy else set()
     generator = torch.Generator(device).manual_seed(0)
     for name in sorted(made):
-        _fill(name, views[name], generator)
+        codes = views.get(f"{name.removesuffix('.scales')}.codes")
+        _fill(views[name], generator, codes)
     _read_all({name: weights[name] for name in weights.keys() - made}, views, device)
     return views
 
 
-def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    part = name.rpartition(".")[2]
-    if part == "scales":
-        _fill_scales(tensor, generator)
-    elif part == "codes" and not tensor.dtype.is_floating_point:
-        tensor.view(torch.uint8).random_(0, 256, generator=generator)
-    elif tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        tensor.normal_(0.0, _DUMMY_STD, generator=generator)
-    elif tensor.dtype == torch.float8_e4m3fn:
-        # Codes 0x00 to 0x7E: up to 448 and no NaN.
-        tensor.view(torch.uint8).random_(0, 0x7F, generator=generator)
-        tensor.view(torch.uint8).bitwise_or_(_signs(tensor, generator))
+def _fill(tensor: Tensor, generator: torch.Generator, codes: Tensor | None) -> None:
+    """``codes`` are those that a tensor of scales is for."""
+    if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        if codes is None:
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+        else:
+            usual = _DUMMY_STD / _CODES[codes.dtype]
+            tensor.uniform_(0.5 * usual, 1.5 * usual, generator=generator)
+        return
+    bits = tensor.view(torch.uint8)
+    if tensor.dtype in _CODES:
+        bits.random_(generator=generator)
+        if tensor.dtype == torch.float8_e4m3fn:
+            bits.bitwise_and_(_BELOW_TWO)
     else:
-        tensor.view(torch.uint8).zero_()
-
-
-def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-    return signs.random_(0, 2, generator=generator) << 7
-
-
-def _fill_scales(tensor: Tensor, generator: torch.Generator) -> None:
-    """Positive ones, so small that no product of codes overflows."""
-    if tensor.dtype.itemsize == 1:  # a power of two, 2**-9
-        tensor.view(torch.uint8).fill_(118)
-    else:
-        tensor.uniform_(_DUMMY_STD / 128, _DUMMY_STD / 64, generator=generator)
+        bits.fill_(_SMALL_POWER if tensor.dtype == torch.float8_e8m0fnu else 0)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from octavo.runtime.executor import Executor
 from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches, block_bytes
 from octavo.runtime.program_loader import import_program
 
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 
 
 def check_golden(artifact: Artifact) -> float:
     """Run the prompts of tests/golden.json; returns the largest error of a log-probability.
 
     The prompts share one step. The file holds, for each, the ids, the position of the first, and
-    Hugging Face's likeliest next ids with their log-probabilities; and the ``tolerance`` that the
-    compiler derived from the dtype. Raises ArtifactError beyond it, or without such a file.
+    the likeliest next ids with their log-probabilities: Hugging Face's or, of a quantised model,
+    what the interpreter says of its graph (``reference`` names it). Its ``tolerance`` was derived
+    by the compiler from dtype and schemes. Raises ArtifactError beyond it, or without such a file.
     """
     path = artifact.file("tests/golden.json")
     if path is None:
@@ -36,7 +37,8 @@ def check_golden(artifact: Artifact) -> float:
     error = float((logprobs.gather(1, ids) - expected).abs().max())
     if not error <= golden["tolerance"]:
         raise ArtifactError(
-            f"{artifact.root}: its log-probabilities differ from Hugging Face's by {error:.3g}, "
+            f"{artifact.root}: its log-probabilities differ from those of"
+            f" {golden.get('reference', 'Hugging Face')} by {error:.3g}, "
             f"more than {golden['tolerance']:.3g}; do not use it, and report the model"
         )
     return error
@@ -44,19 +46,19 @@ def check_golden(artifact: Artifact) -> float:
 
 def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     """Logits ``[len(cases), vocab]`` after the last token of each prompt."""
-    batch = _batch(cases)
+    batch = golden_batch(cases)
     slots, device = artifact.manifest.kv_slots, device_for(artifact.manifest.target)
     plan = KVCachePlan(
         num_blocks=int(batch.block_table.max()) + 1,
-        block_size=_BLOCK_SIZE,
-        block_bytes=block_bytes(slots, artifact.dtype, _BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        block_bytes=block_bytes(slots, artifact.dtype, BLOCK_SIZE),
     )
     if device.type == "cuda":
         # Here and not above: a machine without a GPU needs no Triton.
         from octavo.runtime.binaries import bind_kernels
 
         module = import_program(artifact.root, artifact.manifest)
-        bind_kernels(artifact, module, device, block_size=_BLOCK_SIZE)
+        bind_kernels(artifact, module, device, block_size=BLOCK_SIZE)
     executor = Executor(
         artifact.load_program(),
         artifact.load_weights(device),
@@ -68,11 +70,11 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     return executor.execute(batch).cpu()
 
 
-def _batch(cases: list[dict[str, Any]]) -> Batch:
+def golden_batch(cases: list[dict[str, Any]]) -> Batch:
     """All prompts end to end, each in consecutive blocks of its own from block 1 on."""
     lengths = [len(case["ids"]) for case in cases]
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+    blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     first_block = np.concatenate(([1], 1 + np.cumsum(blocks)))
     table = np.zeros((len(cases), max(blocks)), dtype=np.int32)
     for row, (first, count) in enumerate(zip(first_block, blocks, strict=False)):
@@ -84,7 +86,7 @@ def _batch(cases: list[dict[str, Any]]) -> Batch:
         ).astype(np.int64),
         slot_mapping=np.concatenate(
             [
-                first * _BLOCK_SIZE + np.arange(n)
+                first * BLOCK_SIZE + np.arange(n)
                 for first, n in zip(first_block, lengths, strict=False)
             ]
         ).astype(np.int64),

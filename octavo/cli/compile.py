@@ -37,6 +37,18 @@ def compile_command(
             "several with commas; auto looks at this machine. No GPU is needed."
         ),
     ] = "auto",
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="How linears are quantised: int8, int4, int4-g32, int4-g64, int4-asym, fp8, "
+            "fp8-tensor, fp8-block, int8-w8a8, mxfp4, nf4, balanced, or a .yaml recipe.",
+        ),
+    ] = None,
+    quant_head: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How the LM head is quantised; left out, it is not."),
+    ] = None,
     random_weights: Annotated[
         int | None,
         typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
@@ -73,6 +85,8 @@ def compile_command(
             output,
             dtype=dtype,
             target=target,
+            quant=quant,
+            quant_head=quant_head,
             random_weights=random_weights,
             with_weights=with_weights,
             tune_seconds=TUNE_SECONDS if tune else 0.0,

@@ -1,0 +1,113 @@
+"""The answers that an artifact carries to prove itself by, tests/golden.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.codegen.generate import STEP_INPUTS
+from octavo.codegen.quant_layouts import find_layout
+from octavo.frontend.check_trace import NUM_TOP, TraceCheck
+from octavo.ir.graph import Graph, Value
+from octavo.ir.interpret import interpret
+from octavo.ir.ops.paged import KVState
+from octavo.ir.quant_tensor import QuantTensor
+from octavo.ir.types import KVType, QuantType
+from octavo.ir.weight_cache import WeightCache
+from octavo.runtime.self_check import BLOCK_SIZE, golden_batch
+
+
+def golden_json(check: TraceCheck) -> str:
+    """What Hugging Face said, and how near the program has to be."""
+    # Logits that are each off by d give log-probabilities that are off by up to 2 d.
+    return _text("Hugging Face", 2 * check.bound.largest, _cases(check))
+
+
+def quantized_golden_json(
+    check: TraceCheck, graph: Graph, weights: Mapping[str, Tensor], layouts: Mapping[Value, str]
+) -> str:
+    """What the final graph of a quantised model says, by the interpreter.
+
+    ``weights`` are those of the artifact. A kernel may round what a scheme lets it round, so the
+    program may be as far from this as the graph is from Hugging Face with whole weights, besides
+    what the dtype allows.
+    """
+    cases = _cases(check)
+    whole = torch.stack([logits[-1] for logits in check.logits]).float().log_softmax(-1)
+    logprobs = _logits(graph, cases, StoredWeights(graph, weights, layouts)).log_softmax(-1)
+    top = logprobs.topk(min(NUM_TOP, logprobs.shape[-1]), dim=-1)
+    loss = float((logprobs - whole).abs().gather(1, top.indices).max())
+    for case, ids, values in zip(cases, top.indices, top.values, strict=True):
+        case |= {"top_ids": ids.tolist(), "top_logprobs": values.tolist()}
+    return _text("the quantised graph", 2 * check.bound.largest + loss, cases)
+
+
+class StoredWeights(WeightCache):
+    """The weights that a step reads, out of an artifact."""
+
+    def __init__(
+        self, graph: Graph, stored: Mapping[str, Tensor], layouts: Mapping[Value, str]
+    ) -> None:
+        super().__init__(graph, _Nothing())
+        self._stored = stored
+        self._layouts = layouts
+
+    def get(self, value: Value) -> Tensor | QuantTensor:
+        """The tensor or quantised matrix of a weight."""
+        if not isinstance(value.type, QuantType):
+            return self._stored[value.name]
+        layout = find_layout(self._layouts[value])
+        parts = {
+            part: self._stored[f"{value.name}.{part}"] for part in layout.part_types(value.type)
+        }
+        return layout.unpack(parts, value.type)
+
+
+class _Nothing:
+    """A source that holds no weights."""
+
+    def load(self, key: str) -> Tensor:
+        raise KeyError(key)
+
+    def buffer(self, key: str) -> Tensor:
+        raise KeyError(key)
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        raise KeyError(key)
+
+
+def _logits(graph: Graph, cases: list[dict[str, Any]], weights: WeightCache) -> Tensor:
+    """Logits ``f32[cases, vocab]`` after the last token of each."""
+    batch = golden_batch(cases)
+    given: dict[str, Any] = dict(
+        zip(STEP_INPUTS, batch.to_tensors(torch.device("cpu")), strict=True)
+    )
+    for value in graph.inputs:
+        if isinstance(value.type, KVType):
+            num_blocks = int(batch.block_table.max()) + 1
+            given[value.name] = KVState.empty(value.type, num_blocks, BLOCK_SIZE)
+    inputs = {value.name: given[value.name] for value in graph.inputs}
+    logits = interpret(graph, inputs, weights)[0]
+    assert isinstance(logits, Tensor), "a step gives logits first"
+    return logits.float()
+
+
+def _cases(check: TraceCheck) -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": row.ids,
+            "first_position": row.first_position,
+            "top_ids": row.top_ids,
+            "top_logprobs": row.top_logprobs,
+        }
+        for row in check.rows
+    ]
+
+
+def _text(reference: str, tolerance: float, cases: list[dict[str, Any]]) -> str:
+    body = {"reference": reference, "tolerance": tolerance, "cases": cases}
+    return json.dumps(body, indent=1) + "\n"

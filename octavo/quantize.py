@@ -1,0 +1,167 @@
+"""What ``--quant`` names: recipes of known schemes, and those that a YAML file holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from torch import Tensor
+
+from octavo.codegen.target import Target
+from octavo.frontend.weights import QuantizedWeights
+from octavo.ir.errors import OctavoError, VerifyError
+from octavo.ir.graph import Graph
+from octavo.ir.ops.quant import QUANT_SOURCED
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor
+from octavo.ir.types import QuantType
+from octavo.ir.weight_cache import WeightSource
+from octavo.passes.fused_linear import LINEARS
+from octavo.passes.quant_recipe import HEAD, Recipe
+
+_GROUPS = (32, 64, 128)
+_FIXED = {
+    "int8": "int8<1x*, f32>",
+    "int8-w8a8": "int8<1x*, f32, x=i8>",
+    "fp8": "f8e4m3<1x*, f32, x=f8e4m3>",
+    "fp8-tensor": "f8e4m3<*x*, f32, x=f8e4m3>",
+    "fp8-block": "f8e4m3<128x128, f32, x=f8e4m3/128>",
+    "mxfp4": "f4e2m1<1x32, f8e8m0>",
+    "nf4": "nf4<1x64, f32>",
+}
+_BALANCED = (
+    ("first.*", "none"),
+    ("last.*", "none"),
+    ("*attn*", "fp8"),
+    ("*attention*", "fp8"),
+    ("*mlp*", "int4"),
+    ("*feed_forward*", "int4"),
+)
+AS_IS = "none"
+
+
+class WeightQuantizer(Protocol):
+    """Quantises with a calibration: GPTQ, AWQ and the like."""
+
+    def quantize(
+        self, graph: Graph, schemes: Mapping[str, QuantScheme], weights: WeightSource
+    ) -> QuantizedWeights:
+        """The quantised matrices, by the names of weights of ``graph``, in the schemes given.
+
+        ``graph`` is the step as it stands before quantize-linears, its weights still whole.
+        """
+
+
+@dataclass(frozen=True)
+class CalibratedWeights:
+    """A source of weights with matrices that a calibration has quantised in front of another."""
+
+    calibrated: QuantizedWeights
+    keys: frozenset[str]
+    rest: WeightSource
+
+    def load(self, key: str) -> Tensor:
+        """A tensor of the checkpoint."""
+        return self.rest.load(key)
+
+    def buffer(self, key: str) -> Tensor:
+        """A buffer of the model."""
+        return self.rest.buffer(key)
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        """A matrix that is quantised, by the calibration or in the checkpoint."""
+        source = self.calibrated if key in self.keys else self.rest
+        return source.load_quantized(key)
+
+
+def calibrated_schemes(graph: Graph) -> dict[str, QuantScheme]:
+    """The schemes of the matrices that a graph takes from a calibration, by their keys."""
+    return {
+        node.attrs["key"]: QuantScheme.parse(node.attrs["scheme"])
+        for node in graph.weight_nodes
+        if node.op == QUANT_SOURCED[0]
+    }
+
+
+def scheme_names() -> list[str]:
+    """All that ``--quant`` knows by name."""
+    groups = [f"int4{kind}-g{size}" for kind in ("", "-asym") for size in _GROUPS]
+    return ["int4", "int4-asym", *groups, *_FIXED, "balanced"]
+
+
+def find_recipe(
+    quant: str | Path, *, dtype: str, head: str | None = None, target: Target | None = None
+) -> Recipe:
+    """The recipe of a name, of a scheme's text or of a YAML file; ``head`` is the LM head's scheme.
+
+    ``dtype`` is the model's in the IR. Raises OctavoError for what is none of these, and for a
+    scheme that ``target`` has no kernel for.
+    """
+    text = str(quant)
+    if text.endswith((".yaml", ".yml")):
+        recipe = _read_recipe(Path(quant), dtype)
+    elif text == "balanced":
+        recipe = Recipe(text, tuple((p, _scheme(s, dtype)) for p, s in _BALANCED))
+    else:
+        recipe = Recipe(text, (("*", _scheme(text, dtype)),))
+    if head is not None:
+        first = (HEAD, _scheme(head, dtype))
+        recipe = replace(recipe, name=f"{recipe.name}, head {head}", rules=(first, *recipe.rules))
+    for _, scheme in recipe.rules:
+        reason = target.why_no_kernel(scheme) if target and scheme else None
+        if reason is not None:
+            raise OctavoError(f"--quant {text}: {reason}")
+    return recipe
+
+
+def _scheme(name: str, dtype: str) -> QuantScheme | None:
+    """The scheme of a name or a text; None for ``none``."""
+    if name == AS_IS:
+        return None
+    if name in _FIXED:
+        return QuantScheme.parse(_FIXED[name])
+    # Half the bytes of f32, and as exact as codes of 4 bits need them.
+    scale = "f16" if dtype == "f16" else "bf16"
+    kind, _, group = name.partition("-g")
+    if kind in ("int4", "int4-asym") and (group or "128") in map(str, _GROUPS):
+        codes, zero = ("int4", "") if kind == "int4" else ("uint4", ", zero=u8")
+        return QuantScheme.parse(f"{codes}<1x{group or 128}, {scale}{zero}>")
+    try:
+        return QuantScheme.parse(name)
+    except VerifyError:
+        known = ", ".join(scheme_names())
+        raise OctavoError(
+            f"{name!r} is no way to quantise: choose {known}, a scheme such as"
+            " int4<1x64, bf16>, or a .yaml file of patterns and schemes"
+        ) from None
+
+
+def _read_recipe(path: Path, dtype: str) -> Recipe:
+    try:
+        found: Any = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OctavoError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict) or not found:
+        raise OctavoError(
+            f"{path}: expected patterns over module paths with schemes, as in `'*.mlp.*': int4`"
+        )
+    rules = []
+    for pattern, name in found.items():
+        if not isinstance(pattern, str) or not isinstance(name, str | None):
+            raise OctavoError(f"{path}: expected a pattern and a scheme, got {pattern!r}: {name!r}")
+        try:
+            rules.append((pattern, _scheme(name or AS_IS, dtype)))
+        except OctavoError as error:
+            raise OctavoError(f"{path}: {pattern}: {error}") from None
+    return Recipe(path.stem, tuple(rules))
+
+
+def count_schemes(graph: Graph) -> dict[str, int]:
+    """How many linears multiply by matrices of each scheme; empty where none is quantised."""
+    types = [node.operand(1).type for node in graph.find(*LINEARS)]
+    found = Counter(str(t.scheme) for t in types if isinstance(t, QuantType))
+    return dict(sorted(found.items()))
