@@ -18,7 +18,7 @@ from octavo.codegen.schedule import Schedule, make_schedule
 from octavo.codegen.target import CPU, Target
 from octavo.codegen.weights import Progress, write_weights
 from octavo.ir.errors import OctavoError
-from octavo.ir.graph import Graph, Value
+from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.manifest import KVSlot
 from octavo.ir.types import KVType
 from octavo.ir.weight_cache import WeightSource
@@ -105,17 +105,30 @@ def check_inputs(graph: Graph) -> None:
 
 
 def kv_slots(graph: Graph) -> tuple[KVSlot, ...]:
-    """The caches that the program needs, one pair a slot; ``window`` is its widest reader's."""
+    """The caches that the program needs, one pair a slot; ``window`` and ``chunk`` are those of its
+    widest reader."""
     state = next((v.type for v in graph.inputs if isinstance(v.type, KVType)), None)
     if state is None:
         return ()
-    windows: dict[int, list[int | None]] = {}
+    readers: dict[int, list[Node]] = {}
     for node in graph.find("paged_attention", "rotary_paged_attention"):
-        windows.setdefault(node.attrs["slot"], []).append(node.attrs["window"])
-    return tuple(
-        KVSlot(s.num_kv_heads, s.head_dim, s.v_head_dim, _widest(windows.get(index, [])))
-        for index, s in enumerate(state.slots)
-    )
+        readers.setdefault(node.attrs["slot"], []).append(node)
+    slots = []
+    for index, shape in enumerate(state.slots):
+        nodes = readers.get(index, [])
+        window, chunk = (_widest([n.attrs[name] for n in nodes]) for name in ("window", "chunk"))
+        group = _group(graph, nodes[0]) if nodes else 0
+        slots.append(
+            KVSlot(shape.num_kv_heads, shape.head_dim, shape.v_head_dim, window, chunk, group)
+        )
+    return tuple(slots)
+
+
+def _group(graph: Graph, attention: Node) -> int:
+    """The block group whose table an attention reads."""
+    tables = (graph.producer(value, "select") for value in attention.operands)
+    found = [node for node in tables if node and node.operand(0).name == "block_table"]
+    return int(found[0].attrs["index"]) if found else 0
 
 
 def _widest(windows: list[int | None]) -> int | None:

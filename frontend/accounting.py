@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.frontend.weights import WeightSource, tied_names
+from octavo.frontend.weights import QuantizedSource, WeightSource, tied_names
 from octavo.ir.errors import OctavoError
 
 # Buffers that older checkpoints stored and that the model computes from its config.
@@ -46,6 +46,7 @@ def account(model: Any, weights: WeightSource) -> Accounting:
     missing = [key for key in expected if key not in stored and key not in tied]
     extra = sorted(stored - expected.keys())
     explained = _explained(model, missing, extra)
+    explained.update(_zero_biases(weights, extra))
     wrong = [
         f"{key}: expected {list(shape)}, got {list(weights.info(key).shape)}"
         for key, shape in expected.items()
@@ -94,6 +95,21 @@ def _explained(model: Any, missing: list[str], extra: list[str]) -> dict[str, st
         elif any(re.search(pattern, key) for pattern in may_have):
             explained[key] = "not part of the language model, by the model's own list"
     return explained
+
+
+def _zero_biases(weights: WeightSource, extra: list[str]) -> dict[str, str]:
+    """AutoGPTQ gave every linear a bias, of zeros where the model has none."""
+    if not isinstance(weights, QuantizedSource):
+        return {}
+    biases = [
+        key
+        for key in extra
+        if key.endswith(".bias")
+        and (weight := f"{key.removesuffix('bias')}weight") in weights.keys()
+        and weights.scheme(weight) is not None
+    ]
+    reason = "a bias of zeros, which the model does not have"
+    return {key: reason for key in biases if not bool(weights.load(key).any())}
 
 
 def _problem(kind: str, names: list[str]) -> str:

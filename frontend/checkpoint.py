@@ -129,7 +129,8 @@ def open_checkpoint(directory: Path) -> SafetensorsDirectory:
         )
     raise OctavoError(
         f"{directory.name} holds no safetensors; expected {SINGLE_NAME} or {INDEX_NAME};"
-        " add the weights, or compile with --random-weights SEED"
+        " add the weights, or compile with --random-weights SEED (in Python: compile_model(...,"
+        " random_weights=SEED))"
     )
 
 

@@ -34,16 +34,26 @@ def eager_logits(
     give one to share it. Raises RefusedArchitecture where transformers cannot build or run the
     model.
     """
-    if not isinstance(weights, CachedWeights) or weights.dtype != dtype:
-        weights = CachedWeights(weights, dtype)
-    model = build_model(config, dtype, attn_implementation="eager")
-    with _streamed(model, weights):
-        results = [_forward(model, *prompt) for prompt in prompts]
+    with streamed_model(config, dtype, weights) as model:
+        results = [model_logits(model, *prompt) for prompt in prompts]
     if not any(logits.isnan().any() for logits in results):
         return results
     _log.debug("%s cannot be streamed: loading all of its weights", config.model_type)
     whole = eager_model(config, dtype, weights)
-    return [_forward(whole, *prompt) for prompt in prompts]
+    return [model_logits(whole, *prompt) for prompt in prompts]
+
+
+@contextmanager
+def streamed_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Iterator[Any]:
+    """Hugging Face's model, eager, whose modules have their weights just while they run.
+
+    Its logits are NaN where it cannot be run so; see ``eager_logits`` for memory.
+    """
+    if not isinstance(weights, CachedWeights) or weights.dtype != dtype:
+        weights = CachedWeights(weights, dtype)
+    model = build_model(config, dtype, attn_implementation="eager")
+    with _streamed(model, weights):
+        yield model
 
 
 def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
@@ -59,7 +69,8 @@ def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
 
 
 @torch.no_grad()
-def _forward(model: Any, ids: list[int], first_position: int) -> Tensor:
+def model_logits(model: Any, ids: list[int], first_position: int = 0) -> Tensor:
+    """Logits ``[len, V]``, float32, of one sequence. Raises RefusedArchitecture."""
     positions = torch.arange(first_position, first_position + len(ids))
     # A mask of ones says that this is one sequence, whatever its positions are.
     try:

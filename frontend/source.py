@@ -94,7 +94,10 @@ def _open_store(directory: Path, quantization: Mapping[str, Any] | None) -> Tens
 def _from_file(path: Path, seed: int | None) -> ModelSource:
     if path.suffix == ".json":
         if seed is None:
-            raise OctavoError(f"{path} holds no weights; add --random-weights SEED to draw them")
+            raise OctavoError(
+                f"{path} holds no weights; add --random-weights SEED to draw them (in Python: "
+                "compile_model(..., random_weights=SEED), whose artifact LLM takes)"
+            )
         _refuse_random_codes(path, quantization_of(path))
         return ModelSource("random", path.stem, path, read_config(path), None, seed, (path,))
     if path.suffix == ".gguf":

@@ -17,7 +17,15 @@ from octavo.ir.ops.registry import EVALUATION_ERRORS, reason
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.weight_cache import WeightCache, WeightSource
 
-__all__ = ["Observer", "Result", "WeightCache", "WeightSource", "interpret"]
+__all__ = [
+    "Observer",
+    "Result",
+    "WeightCache",
+    "WeightSource",
+    "interpret",
+    "last_uses",
+    "run_node",
+]
 
 Result = Tensor | QuantTensor | KVState
 Observer = Callable[[Node, list[Result]], None]
@@ -40,10 +48,10 @@ def interpret(
     sizes = bind_inputs(graph, inputs)
     cache = weights if isinstance(weights, WeightCache) else WeightCache(graph, weights)
     values: dict[Value, Result] = {value: inputs[value.name] for value in graph.inputs}
-    dying = _last_uses(graph)
+    dying = last_uses(graph)
     with torch.no_grad():
         for node in graph.nodes:
-            results = _run(node, [_operand(v, values, cache) for v in node.inputs], sizes)
+            results = run_node(node, [_operand(v, values, cache) for v in node.inputs], sizes)
             values.update(zip(node.outputs, results, strict=True))
             if observe is not None:
                 observe(node, results)
@@ -60,7 +68,8 @@ def _operand(
     return cache.get(value) if value.is_weight else values[value]
 
 
-def _run(node: Node, operands: list[Result | None], sizes: Mapping[str, int]) -> list[Result]:
+def run_node(node: Node, operands: list[Result | None], sizes: Mapping[str, int]) -> list[Result]:
+    """One node's results, checked against the types that it declares. Raises VerifyError."""
     attrs: dict[str, Any] = {name: resolve(value, sizes) for name, value in node.attrs.items()}
     try:
         found = op_def(node.op).evaluate(*operands, **attrs)
@@ -74,7 +83,7 @@ def _run(node: Node, operands: list[Result | None], sizes: Mapping[str, int]) ->
     return results
 
 
-def _last_uses(graph: Graph) -> dict[Node, list[Value]]:
+def last_uses(graph: Graph) -> dict[Node, list[Value]]:
     """For each node the values that nothing reads after it, its own unread results included."""
     last: dict[Value, Node] = {}
     for node in graph.nodes:

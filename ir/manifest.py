@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +26,26 @@ class ManifestError(ValueError):
 class KVSlot:
     """One K/V pair of caches: as many as there are attention calls in a step.
 
-    ``window`` is the sliding window in tokens, None when all of the context is attended.
+    ``window`` is the sliding window in tokens, ``chunk`` the length of chunks that do not see each
+    other; both None when all of the context is attended. ``group`` numbers the block group, whose
+    slots share a block table.
     """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     window: int | None = None
+    chunk: int | None = None
+    group: int = 0
+
+
+# The name in `required_features` of a program whose step has more than one block table.
+BLOCK_GROUPS = "block-groups"
+
+
+def num_groups(slots: Iterable[KVSlot]) -> int:
+    """How many block tables a sequence has; one where there are no slots."""
+    return 1 + max((slot.group for slot in slots), default=0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,18 @@ class Manifest:
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
+    def _body(self) -> dict[str, Any]:
+        """The fields, but for what is younger than format 2 and says nothing: so ids stay what they
+        were."""
+        body = dataclasses.asdict(self)
+        if not self.quant_schemes:
+            del body["quant_schemes"]
+        for slot in body["kv_slots"]:
+            for name in ("chunk", "group"):
+                if not slot[name]:
+                    del slot[name]
+        return body
+
     def id_covers(self, path: str) -> bool:
         """Whether the content of a file at ``path`` enters the content id."""
         return not path.startswith(OUTSIDE_ID[self.format])
@@ -97,13 +123,6 @@ class Manifest:
         """The text of manifest.json."""
         body = {"artifact_id": self.artifact_id, **self._body()}
         return json.dumps(body, indent=2, sort_keys=True) + "\n"
-
-    def _body(self) -> dict[str, Any]:
-        """The fields, but no empty table of schemes: older artifacts have none."""
-        body = dataclasses.asdict(self)
-        if not self.quant_schemes:
-            del body["quant_schemes"]
-        return body
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

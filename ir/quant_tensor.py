@@ -13,10 +13,12 @@ from octavo.ir.errors import VerifyError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import DTYPE_NAMES, DTYPES
 
-# Fractions of the largest magnitude of a block that are tried as its range: an outlier that is cut
-# off costs less than the coarser steps of all others.
-_RANGES = tuple(1 - 0.02 * step for step in range(21))
-_ROWS = 1 << 22  # elements that are quantised at a time
+# Fractions of the range of a block that are tried: an outlier that is cut off costs less than the
+# coarser steps of all others. Then the neighbours of the best, at half the distance, and again.
+_FRACTIONS = tuple(1 - 0.05 * step for step in range(1, 9))
+_REFINEMENTS = (0.025, 0.0125)
+# Elements that are quantised at a time: what a search goes over again and again stays in a cache.
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,15 @@ def quantize(
     """Round a matrix ``[N, K]`` to nearest, with the scales that leave the least squared error.
 
     ``importance`` ``f32[K]`` weighs the errors of the columns, such as the mean square of what is
-    multiplied by them. ``search=False`` takes the whole range of each block. Raises VerifyError
-    for a K that is no multiple of the group, and for a NaN or an infinity.
+    multiplied by them. ``search=False`` takes the whole range of each block. A search may give
+    codes of up to 6 bits a negative scale, which puts the value of largest magnitude on the code
+    that has no positive counterpart (-8 of 4 bits), as GGUF's Q4_0 does. Raises VerifyError for a K
+    that is no multiple of the group, and for a NaN or an infinity.
     """
     scheme.scale_shape(*matrix.shape)
-    if not bool(torch.isfinite(matrix).all()):
-        raise VerifyError("a matrix that is quantised holds a NaN or an infinity")
     if scheme.block[0] != 1:
         return _quantize_rows(matrix.float(), scheme, importance, search)
-    step = max(1, _ROWS // matrix.shape[1])
+    step = max(1, _PIECE // matrix.shape[1])
     pieces = [
         _quantize_rows(rows.float(), scheme, importance, search)
         for rows in torch.split(matrix, step)
@@ -155,57 +157,127 @@ def quantize(
     return concat_rows(pieces)
 
 
+def round_to_sides(
+    values: Tensor,
+    scheme: QuantScheme,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The codes that come nearest to values, by scales and so on that broadcast against them."""
+    return round_to_codes(_in_steps(values, _Sides(scales, zeros, offsets)), scheme)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Scales, zeros and offsets of blocks in their dtypes, shaped to broadcast against these."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+
+    def where(self, mask: Tensor, other: _Sides) -> _Sides:
+        """The other's where the mask is true."""
+        pairs = zip(
+            (self.scales, self.zeros, self.offsets),
+            (other.scales, other.zeros, other.offsets),
+            strict=True,
+        )
+        chosen = (None if a is None or b is None else torch.where(mask, b, a) for a, b in pairs)
+        scales, zeros, offsets = chosen
+        assert scales is not None, "there are always scales"
+        return _Sides(scales, zeros, offsets)
+
+
 def _quantize_rows(
     matrix: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool
 ) -> QuantTensor:
-    low, high = _ends(matrix, scheme)
-    ranges = _RANGES if search and scheme.codes != "f8e4m3" else (1.0,)
-    best = _at_range(matrix, scheme, low, high)
-    if len(ranges) == 1:
-        return best
-    least = _block_errors(matrix, best, importance)
-    for fraction in ranges[1:]:
-        other = _at_range(matrix, scheme, low * fraction, high * fraction)
-        errors = _block_errors(matrix, other, importance)
-        better = errors < least
-        least = torch.where(better, errors, least)
-        best = _choose(better, other, best)
-    return best
-
-
-def _ends(matrix: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each block, zero included."""
     blocks = _blocks(matrix, scheme)
-    return blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+    low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
+    if not bool((high - low).isfinite().all()):
+        raise VerifyError("a matrix that is quantised holds a NaN or an infinity")
+    if scheme.offset is None:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    weights = None if importance is None else _blocks(importance[None].float(), scheme)
+    if weights is not None and scheme.block[0] != 1:
+        weights = weights[:1, :1]
+    sides = _sides_at(torch.ones_like(low), low, high, scheme)
+    # The steps of a float grow with its values: a smaller range makes none of them finer.
+    if search and scheme.codes != "f8e4m3":
+        sides = _searched(sides, blocks, low, high, scheme, weights)
+    codes = round_to_codes(_in_steps(blocks, sides), scheme)
+    rows, columns = matrix.shape
+    codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
+    parts = (sides.scales, sides.zeros, sides.offsets)
+    flat = [None if part is None else part[:, 0, :, 0].contiguous() for part in parts]
+    assert flat[0] is not None, "there are always scales"
+    return QuantTensor(scheme, codes, flat[0], flat[1], flat[2])
+
+
+def _searched(
+    sides: _Sides,
+    blocks: Tensor,
+    low: Tensor,
+    high: Tensor,
+    scheme: QuantScheme,
+    weights: Tensor | None,
+) -> _Sides:
+    """The scales of the ranges that leave each block the least error."""
+    best = torch.ones_like(low)
+    least = _errors(blocks, sides, scheme, weights)
+
+    def attempt(fractions: Tensor) -> None:
+        nonlocal sides, best, least
+        other = _sides_at(fractions, low, high, scheme, is_signed=scheme.format.bits <= 6)
+        errors = _errors(blocks, other, scheme, weights)
+        is_better = errors < least
+        sides = sides.where(is_better, other)
+        best = torch.where(is_better, fractions, best)
+        least = torch.where(is_better, errors, least)
+
+    for fraction in _FRACTIONS:
+        attempt(torch.full_like(low, fraction))
+    for distance in _REFINEMENTS:
+        middle = best
+        attempt(middle - distance)
+        attempt(middle + distance)
+    return sides
 
 
 def _blocks(matrix: Tensor, scheme: QuantScheme) -> Tensor:
     """``[rows of blocks, rows in a block, columns of blocks, columns in a block]``, zeros added."""
     rows, columns = matrix.shape
     up, across = scheme.block[0] or rows, scheme.block[1] or columns
-    padded = torch.nn.functional.pad(matrix, (0, -columns % across, 0, -rows % up))
-    return padded.view(padded.shape[0] // up, up, padded.shape[1] // across, across)
+    if columns % across or rows % up:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % across, 0, -rows % up))
+    return matrix.reshape(matrix.shape[0] // up, up, matrix.shape[1] // across, across)
 
 
-def _at_range(matrix: Tensor, scheme: QuantScheme, low: Tensor, high: Tensor) -> QuantTensor:
-    """The matrix rounded with scales that put these ends of each block on the last codes."""
-    form, shape = scheme.format, (matrix.shape[0], matrix.shape[1])
-    is_spanning = scheme.zero is not None or scheme.offset is not None
-    if is_spanning:
-        scale = (high - low) / (form.high - form.low)
-    else:
-        scale = torch.maximum(high, -low) / form.largest
-    scales = _nonzero(_rounded_scales(scale, scheme))
-    zeros = offsets = None
-    values = matrix / spread(scales, scheme, shape)
-    if scheme.zero is not None:
-        zeros = (form.low - low / scales.float()).round().clamp(form.low, form.high)
-        zeros = zeros.to(DTYPES[scheme.zero])
-        values += spread(zeros, scheme, shape)
+def _sides_at(
+    fraction: Tensor, low: Tensor, high: Tensor, scheme: QuantScheme, *, is_signed: bool = False
+) -> _Sides:
+    """The scales that put the ends of this fraction of each block's range on the last codes.
+
+    ``is_signed`` allows negative scales.
+    """
+    form = scheme.format
     if scheme.offset is not None:
-        offsets = (low - form.low * scales.float()).to(DTYPES[scheme.offset])
-        values -= spread(offsets.float() / scales.float(), scheme, shape)
-    return QuantTensor(scheme, round_to_codes(values, scheme), scales, zeros, offsets)
+        scale = (high - low) * (fraction / (form.high - form.low))
+        scales = _nonzero(scale.to(DTYPES[scheme.scale]))
+        middle, half = (low + high) / 2, (form.high + form.low) / 2
+        offsets = (middle - half * scales.float()).to(DTYPES[scheme.offset])
+        # Of the whole range the smallest value is exact.
+        whole = (low - form.low * scales.float()).to(DTYPES[scheme.offset])
+        return _Sides(scales, None, torch.where(fraction == 1, whole, offsets))
+    if scheme.zero is not None:
+        scale = (high - low) * (fraction / (form.high - form.low))
+        scales = _nonzero(scale.to(DTYPES[scheme.scale]))
+        zeros = (form.low - low * fraction / scales.float()).round().clamp(form.low, form.high)
+        return _Sides(scales, zeros.to(DTYPES[scheme.zero]), None)
+    scale = torch.maximum(high, -low) * (fraction / form.largest)
+    if is_signed and form.low == -form.high - 1:
+        scale = torch.where(high > -low, -scale, scale)
+    return _Sides(_nonzero(_rounded_scales(scale, scheme)), None, None)
 
 
 def _rounded_scales(scale: Tensor, scheme: QuantScheme) -> Tensor:
@@ -223,19 +295,26 @@ def _nonzero(scales: Tensor) -> Tensor:
     return torch.where(wide == 0, torch.ones_like(wide), wide).to(scales.dtype)
 
 
-def _block_errors(matrix: Tensor, made: QuantTensor, importance: Tensor | None) -> Tensor:
-    errors = (made.dequantize() - matrix).square_()
-    if importance is not None:
-        errors *= importance
-    return _blocks(errors, made.scheme).sum((1, 3))
+def _in_steps(values: Tensor, sides: _Sides) -> Tensor:
+    """Values on the scale of the codes, where these are the numbers of their format."""
+    scales = sides.scales.float()
+    if sides.offsets is not None:
+        return (values - sides.offsets.float()).div_(scales)
+    steps = values / scales
+    return steps if sides.zeros is None else steps.add_(sides.zeros.float())
 
 
-def _choose(better: Tensor, other: QuantTensor, best: QuantTensor) -> QuantTensor:
-    """The blocks of ``other`` where it is better, else those of ``best``."""
-    scheme, shape = best.scheme, best.shape
-    mask = spread(better, scheme, shape).bool()
-    chosen: dict[str, Any] = {"codes": torch.where(mask, other.codes, best.codes)}
-    for name, part in best.parts():
-        if name != "codes":
-            chosen[name] = torch.where(better, getattr(other, name), part)
-    return replace(best, **chosen)
+def _errors(blocks: Tensor, sides: _Sides, scheme: QuantScheme, weights: Tensor | None) -> Tensor:
+    """The squared error of each block, of the shape of the scales."""
+    steps, form = _in_steps(blocks, sides), scheme.format
+    if form.table:
+        rounded = torch.tensor(form.table)[round_to_codes(steps, scheme).long()]
+    else:
+        rounded = steps.round().clamp_(form.low, form.high)
+    gaps = rounded.sub_(steps)
+    if weights is None:
+        squares = torch.linalg.vector_norm(gaps, dim=(1, 3), keepdim=True).square_()
+    else:
+        squares = gaps.square_().mul_(weights).sum((1, 3), keepdim=True)
+    errors: Tensor = squares.mul_(sides.scales.float().square())
+    return errors

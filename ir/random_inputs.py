@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,11 +82,12 @@ class RandomSource:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The layout of a step over the paged cache, plain ints."""
+    """The layout of a step over the paged cache, plain ints; ``tables`` are the sequences' blocks
+    for each block group, of which no two share a block."""
 
     new: list[int]
     cached: list[int]
-    blocks: list[list[int]]
+    tables: list[list[list[int]]]
 
     @classmethod
     def draw(
@@ -103,31 +105,42 @@ class _Batch:
         cached = [int(torch.randint(0, limit - n + 1, (), generator=generator)) for n in new]
         cached[0] = 0  # the first is a fresh prompt
         # Block 0 is the null block; the others are handed out in no order.
-        ids = (torch.randperm(num_seqs * sizes["B"], generator=generator) + 1).tolist()
+        num_groups = _num_groups(graph)
+        num_blocks = num_groups * num_seqs * sizes["B"]
+        ids = (torch.randperm(num_blocks, generator=generator) + 1).tolist()
         lengths = [n + c for n, c in zip(new, cached, strict=True)]
-        blocks = [[ids.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
-        return cls(new, cached, blocks)
+        tables = [
+            [[ids.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
+            for _ in range(num_groups)
+        ]
+        return cls(new, cached, tables)
 
     def positions(self) -> list[int]:
         return [c + i for n, c in zip(self.new, self.cached, strict=True) for i in range(n)]
 
-    def slots(self, starts: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Cache slots of ``counts[s]`` tokens of each sequence from position ``starts[s]`` on."""
+    def slots(self, starts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """Cache slots, for each group, of ``counts[s]`` tokens of each sequence from position
+        ``starts[s]`` on."""
         return [
-            blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            for blocks, start, count in zip(self.blocks, starts, counts, strict=True)
-            for position in range(start, start + count)
+            [
+                blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for blocks, start, count in zip(table, starts, counts, strict=True)
+                for position in range(start, start + count)
+            ]
+            for table in self.tables
         ]
 
-    def tensor(self, name: str, sizes: Mapping[str, int]) -> list[int] | list[list[int]] | None:
-        """The contents of one of the step's inputs; None for a name that is none."""
+    def tensor(self, name: str, sizes: Mapping[str, int]) -> list[Any] | None:
+        """The contents of one of the step's inputs, of whatever rank; None for a name that is
+        none."""
         ends = [sum(self.new[: s + 1]) for s in range(len(self.new))]
         if name == "positions":
             return self.positions()
         if name == "slot_mapping":
             return self.slots(self.cached, self.new)
         if name == "block_table":
-            return [blocks + [0] * (sizes["B"] - len(blocks)) for blocks in self.blocks]
+            width = sizes["B"]
+            return [[row + [0] * (width - len(row)) for row in table] for table in self.tables]
         if name == "query_start":
             return [0, *ends]
         if name == "seq_lens":
@@ -162,13 +175,24 @@ def _cache(
     kv: KVType, batch: _Batch, sizes: Mapping[str, int], generator: torch.Generator
 ) -> KVState:
     """Caches with random context of the right lengths, and NaN wherever nothing was written."""
-    state = KVState.empty(kv, sizes["S"] * sizes["B"] + 1, BLOCK_SIZE)
-    slots = torch.tensor(batch.slots([0] * len(batch.cached), batch.cached), dtype=torch.int64)
+    num_blocks = len(batch.tables) * sizes["S"] * sizes["B"] + 1
+    state = KVState.empty(kv, num_blocks, BLOCK_SIZE)
+    # A slot is of one group, and finds context in the blocks of every other as well.
+    written = batch.slots([0] * len(batch.cached), batch.cached)
+    slots = torch.tensor([row for rows in written for row in rows], dtype=torch.int64)
     for cache in (*state.keys, *state.values):
         rows = cache.flatten(0, 1)
         drawn = torch.randn(len(slots), *rows.shape[1:], generator=generator)
         rows[slots] = drawn.to(cache.dtype)
     return state
+
+
+def _num_groups(graph: Graph) -> int:
+    """As many block groups as ``block_table`` has rows for; one without such a dim."""
+    for value in graph.inputs:
+        if value.name == "block_table" and value.tensor.rank == 3:
+            return dim_at(value.shape[0], {})
+    return 1
 
 
 def _bound(graph: Graph, value: Value, sizes: Mapping[str, int], default: int = _SMALL) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +16,19 @@ from typing import Any
 import torch
 
 import octavo
+from octavo.calibrate.plan import (
+    AUTO,
+    AUTO_SCHEMES,
+    CalibrationRequest,
+    Planned,
+    plan_quantization,
+)
 from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.cpu_rules import DEQUANTIZED_AT_LOAD
 from octavo.codegen.generate import Generated, generate
-from octavo.codegen.target import Targets, cuda_target, resolve_targets
+from octavo.codegen.target import Target, Targets, cuda_target, resolve_targets
 from octavo.codegen.weights import WrittenWeights
+from octavo.evaluate.loss_file import LOSS_FILE, measure_loss
 from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_trace
 from octavo.frontend.config import choose_dtype
@@ -31,30 +40,24 @@ from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.golden import golden_json, quantized_golden_json
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
-from octavo.ir.manifest import Manifest
-from octavo.ir.parser import parse_graph
+from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
 from octavo.ir.types import DTYPE_NAMES
-from octavo.ir.weight_cache import WeightSource
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
 from octavo.phases import Phases
-from octavo.quantize import (
-    AS_IS,
-    CalibratedWeights,
-    WeightQuantizer,
-    calibrated_schemes,
-    count_schemes,
-    find_recipe,
-)
+from octavo.quantize import AS_IS, count_schemes, find_recipe, find_schemes
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import num_compile_workers, write_binaries
 from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
+from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.tune import tune_artifact
 
 logger = logging.getLogger(__name__)
+
+LOSS_TOKENS = 1024
 
 # While a model is traced, hooks stand in transformers' registries, which all threads share, and
 # torch.export is not thread-safe either.
@@ -83,7 +86,8 @@ class _Job:
     phases: Phases
     with_weights: bool
     recipe: Recipe | None
-    calibration: WeightQuantizer | None
+    calibration: CalibrationRequest
+    loss_tokens: int
 
 
 def compile_model(
@@ -94,7 +98,8 @@ def compile_model(
     target: str = "auto",
     quant: str | Path | None = None,
     quant_head: str | None = None,
-    calibration: WeightQuantizer | None = None,
+    calibration: CalibrationRequest | None = None,
+    loss_tokens: int = LOSS_TOKENS,
     random_weights: int | None = None,
     with_weights: bool = True,
     tune_seconds: float = 0.0,
@@ -108,13 +113,15 @@ def compile_model(
     a seed. ``dtype`` is auto, float32, bfloat16 or float16; ``target`` auto, cpu, cuda (this
     machine's GPU) or ``cuda:sm_90`` and the like, several with commas. ``quant`` names a way to
     quantise the linears, or a .yaml file of patterns and ways (docs/quantization.md);
-    ``quant_head`` one for the LM head, which is left as it is otherwise; with a ``calibration`` the
-    codes are its. Without ``with_weights`` only the shapes of the checkpoint's weights are stored,
-    for runs with ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels
-    are tuned for up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``,
-    and only when the new artifact is complete. Of several threads one compiles at a time, the
-    others wait. Raises OctavoError, one line; then, and when interrupted, ``output`` is as it was
-    before and what was written beside it is removed.
+    ``quant_head`` one for the LM head, which is left as it is otherwise; ``calibration`` says with
+    what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
+    compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. Without
+    ``with_weights`` only the shapes of the checkpoint's weights are stored, for runs with
+    ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels are tuned for
+    up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``, and only when
+    the new artifact is complete. Of several threads one compiles at a time, the others wait. Raises
+    OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was
+    written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
@@ -122,6 +129,8 @@ def compile_model(
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
+    request = calibration or CalibrationRequest()
+    request.check(None if quant is None else str(quant))
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         writer.begin()
@@ -129,7 +138,9 @@ def compile_model(
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
             recipe = _recipe(quant, quant_head, torch_dtype, targets)
-        job = _Job(source, torch_dtype, targets, writer, phases, with_weights, recipe, calibration)
+        job = _Job(
+            source, torch_dtype, targets, writer, phases, with_weights, recipe, request, loss_tokens
+        )
         manifest = _build(job)
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
@@ -143,13 +154,17 @@ def _recipe(
     quant: str | Path | None, head: str | None, dtype: torch.dtype, targets: Targets
 ) -> Recipe | None:
     """The recipe, which all the architectures that are compiled for must have kernels for."""
-    if quant is None and head is None:
+    if (quant is None or quant == AUTO) and head is None:
         return None
     recipe = None
-    # The oldest first: what it cannot do is the reason to give.
-    for target in [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]:
+    for target in _every(targets):
         recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
+
+
+def _every(targets: Targets) -> list[Target]:
+    """The oldest GPU first: what it cannot do is the reason to give."""
+    return [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]
 
 
 @contextmanager
@@ -173,18 +188,15 @@ def _build(job: _Job) -> Manifest:
         for notice in imported.notices:
             logger.warning("%s", notice)
     weights, check = _weights(job, imported)
+    codes = job.writer.directory / "codes"  # as long as weights are written
+    planned = _planned(job, imported, weights, codes)
     graph = imported.graph
     with phases("rewrite"):
         stages = run_pipeline(
             graph,
             max_position=imported.max_position,
             target=job.targets.main.kind,
-            quantization=Quantization(
-                job.recipe,
-                job.calibration is not None,
-                job.targets.main.why_no_kernel,
-                job.targets.main.can_embed,
-            ),
+            quantization=planned.quantization,
         )
         _refuse_unpaged(graph, stages)
         job.writer.write_stages(stages)
@@ -193,15 +205,16 @@ def _build(job: _Job) -> Manifest:
             graph,
             job.targets.main,
             job.writer.directory,
-            _calibrated(job, graph, stages, weights),
+            planned.weights,
             without_checkpoint=not job.with_weights,
         )
+        shutil.rmtree(codes, ignore_errors=True)
         write_model_files(job.source, job.writer.directory / "model")
         release_memory()
     _tell_dequantized(generated)
     if check is not None:
         _write_golden(job, graph, check, generated)
-    fields = _fields(job, imported, generated)
+    fields = _fields(job, imported, generated, planned.quantization.recipe)
     if job.targets.archs:
         with phases("compile kernels"):
             draft = job.writer.draft(**fields)
@@ -213,21 +226,35 @@ def _build(job: _Job) -> Manifest:
     manifest = job.writer.finish(**fields)
     with phases("check the program"):
         _check(job, manifest)
+    if generated.layouts and _measured_loss(job):
+        manifest = job.writer.finish(**fields)
+    if planned.auto is not None:
+        recipe_path(job.writer.output).write_text(planned.auto.to_yaml(), "utf-8")
     return manifest
 
 
-def _calibrated(
-    job: _Job, graph: Graph, stages: list[Stage], weights: WeightSource
-) -> WeightSource:
-    """The weights, with the matrices that the calibration quantises in front of them."""
-    schemes = calibrated_schemes(graph)
-    if job.calibration is None or not schemes or not job.with_weights:
-        return weights
-    number = next(stage.number for stage in stages if stage.name == "quantize-linears")
-    whole = parse_graph(stages[number - 1].text)
+def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) -> Planned:
+    """What is quantised and how, by a calibration if one is asked for."""
+    request = job.calibration
+    target = job.targets.main
+    found = Quantization(job.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed)
+    if not job.with_weights or (request.text is None and request.budget_gb is None):
+        return Planned(found, weights)
     with job.phases("calibrate"):
-        found = job.calibration.quantize(whole, schemes, weights)
-    return CalibratedWeights(found, frozenset(schemes), weights)
+        write_model_files(job.source, codes)
+        has_tokenizer = (codes / "tokenizer.json").is_file()
+        planned = plan_quantization(
+            imported,
+            weights,
+            found,
+            request,
+            target=target.kind,
+            tokenizer=Tokenizer.from_directory(codes) if has_tokenizer else None,
+            folder=codes,
+            schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], _every(job.targets)),
+        )
+        release_memory()
+    return planned
 
 
 def _tell_dequantized(generated: Generated) -> None:
@@ -274,18 +301,21 @@ def _weights(job: _Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | 
     return weights, check
 
 
-def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, Any]:
+def _fields(
+    job: _Job, imported: Imported, generated: Generated, recipe: Recipe | None
+) -> dict[str, Any]:
     """What the manifest says besides its files."""
     return {
         "architecture": type(imported.model).__name__,
         "model_type": job.source.config.model_type,
         "target": job.targets.main.name,
         "dtype": str(job.dtype).removeprefix("torch."),
-        "quantization": job.recipe.name if job.recipe else None,
+        "quantization": recipe.name if recipe else None,
         "quant_schemes": count_schemes(imported.graph),
         "vocab_size": imported.graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
+        "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),
@@ -303,6 +333,23 @@ def _check(job: _Job, manifest: Manifest) -> None:
         )
         return
     check_golden(Artifact.open(job.writer.directory))
+
+
+def _measured_loss(job: _Job) -> bool:
+    """Write what quantising costs into the artifact, where there is a device and a text for it."""
+    can_run = job.targets.main.kind == "cpu" or torch.cuda.is_available()
+    if not (job.with_weights and can_run and job.loss_tokens) or job.source.kind == "random":
+        return False
+    with job.phases("measure the loss"):
+        text = measure_loss(job.writer.directory, job.source, job.loss_tokens)
+    if text is not None:
+        job.writer.write_text(LOSS_FILE, text)
+    return text is not None
+
+
+def recipe_path(output: Path) -> Path:
+    """Where the recipe that a budget led to is written: beside the artifact."""
+    return output.with_name(f"{output.name}.recipe.yaml")
 
 
 def _refuse_unpaged(graph: Graph, stages: list[Stage]) -> None:

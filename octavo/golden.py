@@ -18,7 +18,8 @@ from octavo.ir.ops.paged import KVState
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import KVType, QuantType
 from octavo.ir.weight_cache import WeightCache
-from octavo.runtime.self_check import BLOCK_SIZE, golden_batch
+from octavo.runtime.self_check import golden_batch
+from octavo.runtime.window_logits import BLOCK_SIZE
 
 
 def golden_json(check: TraceCheck) -> str:
@@ -82,7 +83,10 @@ class _Nothing:
 
 def _logits(graph: Graph, cases: list[dict[str, Any]], weights: WeightCache) -> Tensor:
     """Logits ``f32[cases, vocab]`` after the last token of each."""
-    batch = golden_batch(cases)
+    tables = next(value.tensor for value in graph.inputs if value.name == "block_table")
+    num_groups = tables.shape[0] if tables.rank == 3 else 1
+    assert isinstance(num_groups, int), "block groups are counted when the model is compiled"
+    batch = golden_batch(cases, num_groups)
     given: dict[str, Any] = dict(
         zip(STEP_INPUTS, batch.to_tensors(torch.device("cpu")), strict=True)
     )

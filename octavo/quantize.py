@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
-from torch import Tensor
 
 from octavo.codegen.target import Target
-from octavo.frontend.weights import QuantizedWeights
 from octavo.ir.errors import OctavoError, VerifyError
 from octavo.ir.graph import Graph
-from octavo.ir.ops.quant import QUANT_SOURCED
 from octavo.ir.quant_scheme import QuantScheme
-from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import QuantType
-from octavo.ir.weight_cache import WeightSource
 from octavo.passes.fused_linear import LINEARS
 from octavo.passes.quant_recipe import HEAD, Recipe
 
@@ -42,49 +37,6 @@ _BALANCED = (
     ("*feed_forward*", "int4"),
 )
 AS_IS = "none"
-
-
-class WeightQuantizer(Protocol):
-    """Quantises with a calibration: GPTQ, AWQ and the like."""
-
-    def quantize(
-        self, graph: Graph, schemes: Mapping[str, QuantScheme], weights: WeightSource
-    ) -> QuantizedWeights:
-        """The quantised matrices, by the names of weights of ``graph``, in the schemes given.
-
-        ``graph`` is the step as it stands before quantize-linears, its weights still whole.
-        """
-
-
-@dataclass(frozen=True)
-class CalibratedWeights:
-    """A source of weights with matrices that a calibration has quantised in front of another."""
-
-    calibrated: QuantizedWeights
-    keys: frozenset[str]
-    rest: WeightSource
-
-    def load(self, key: str) -> Tensor:
-        """A tensor of the checkpoint."""
-        return self.rest.load(key)
-
-    def buffer(self, key: str) -> Tensor:
-        """A buffer of the model."""
-        return self.rest.buffer(key)
-
-    def load_quantized(self, key: str) -> QuantTensor:
-        """A matrix that is quantised, by the calibration or in the checkpoint."""
-        source = self.calibrated if key in self.keys else self.rest
-        return source.load_quantized(key)
-
-
-def calibrated_schemes(graph: Graph) -> dict[str, QuantScheme]:
-    """The schemes of the matrices that a graph takes from a calibration, by their keys."""
-    return {
-        node.attrs["key"]: QuantScheme.parse(node.attrs["scheme"])
-        for node in graph.weight_nodes
-        if node.op == QUANT_SOURCED[0]
-    }
 
 
 def scheme_names() -> list[str]:
@@ -116,6 +68,16 @@ def find_recipe(
         if reason is not None:
             raise OctavoError(f"--quant {text}: {reason}")
     return recipe
+
+
+def find_schemes(names: Iterable[str], dtype: str, targets: Iterable[Target]) -> list[QuantScheme]:
+    """Of these schemes by name those that all targets have kernels for."""
+    found = [_scheme(name, dtype) for name in names]
+    return [
+        scheme
+        for scheme in found
+        if scheme is not None and not any(target.why_no_kernel(scheme) for target in targets)
+    ]
 
 
 def _scheme(name: str, dtype: str) -> QuantScheme | None:

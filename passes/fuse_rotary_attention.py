@@ -24,8 +24,8 @@ def _fuse(graph: Graph, attention: Node, report: Report) -> bool:
     if write.attrs["slot"] != attention.attrs["slot"]:
         return report.missed(attention, "it reads another slot than is written before it")
     # The write stays where it is among the writes and reads of the cache; the rest moves there.
-    if any(value.producer and not value.is_weight for value in attention.operands[2:]):
-        return report.missed(attention, "its block table is made in the step")
+    if any(_is_made_after(graph, value, write) for value in attention.operands[2:]):
+        return report.missed(attention, "its block table is made after the write")
     heads, norm = _head_norms(graph, write, report)
     fused = graph.insert_before(
         write,
@@ -40,6 +40,11 @@ def _fuse(graph: Graph, attention: Node, report: Report) -> bool:
     )
     _replace(graph, write, attention, fused)
     return True
+
+
+def _is_made_after(graph: Graph, value: Value, node: Node) -> bool:
+    made = None if value.is_weight else graph.producer(value)
+    return made is not None and graph.nodes.index(made) > graph.nodes.index(node)
 
 
 class _Norm:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.types import KVType, SlotShape, SymDim, TensorType
 from octavo.passes.base import Report, register_pass
+from octavo.passes.block_groups import Span, group_slots
 
 _T, _S, _B = SymDim("T"), SymDim("S"), SymDim("B")
 STEP_INPUTS = {
@@ -13,6 +16,8 @@ STEP_INPUTS = {
     "query_start": TensorType("i32", (SymDim("S", 1, 1),)),
     "seq_lens": TensorType("i32", (_S,)),
 }
+# With several block groups these have a row for each.
+GROUPED_INPUTS = ("slot_mapping", "block_table")
 
 
 @register_pass("page-attention")
@@ -21,23 +26,79 @@ def page_attention(graph: Graph, report: Report) -> int:
 
     Slots are numbered in the order of the calls, since some models call a layer many times and some
     attend twice in a layer. Calls with the very same K and V share a slot, and it is written once.
+    Slots that see different parts of the context have block tables of their own.
     """
     calls = graph.find("attention")
     if not calls or not all([_is_pageable(node, report) for node in calls]):
         return 0
     pairs = list(dict.fromkeys((node.operand(1), node.operand(2)) for node in calls))
     kv_type = KVType(calls[0].operand(1).dtype, tuple(_slot_shape(k, v) for k, v in pairs))
-    step = {name: graph.add_input(name, tensor) for name, tensor in STEP_INPUTS.items()}
+    groups = _groups(calls, pairs, kv_type, report)
+    steps = _step_inputs(graph, 1 + max(groups))
     kv = graph.add_input("kv", kv_type)
     written: set[int] = set()
     for node in calls:
         slot = pairs.index((node.operand(1), node.operand(2)))
+        step = steps[groups[slot]]
         if slot not in written:
             written.add(slot)
             kv = _write(graph, node, kv, step["slot_mapping"], slot)
         _read(graph, node, kv, step, slot)
     graph.outputs.append(kv)
     return len(calls)
+
+
+def _groups(
+    calls: Sequence[Node], pairs: Sequence[tuple[Value, Value]], kv: KVType, report: Report
+) -> list[int]:
+    """The block group of each slot."""
+    readers: list[set[Span]] = [set() for _ in pairs]
+    for node in calls:
+        slot = pairs.index((node.operand(1), node.operand(2)))
+        readers[slot].add(_span(node, report.context.max_position))
+    spans = [found.pop() if len(found) == 1 else Span() for found in readers]
+    sizes = {(s.num_kv_heads * s.head_dim, s.num_kv_heads * s.v_head_dim) for s in kv.slots}
+    if len(sizes) > 1 and len(set(spans)) > 1:
+        report.missed(calls[0], "slots of different sizes have one block table, with no window")
+        return [0] * len(pairs)
+    return group_slots(spans)
+
+
+def _span(node: Node, max_position: int) -> Span:
+    """What an attention sees; a window that is never left is all of the context."""
+    window, chunk = (
+        length if length is not None and length < max_position else None
+        for length in (node.attrs["window"], node.attrs["chunk"])
+    )
+    return Span(window, chunk)
+
+
+def _step_inputs(graph: Graph, num_groups: int) -> list[dict[str, Value]]:
+    """The step's inputs as each group sees them: the grouped ones have one row for each group."""
+    types = dict(STEP_INPUTS)
+    if num_groups > 1:
+        for name in GROUPED_INPUTS:
+            types[name] = types[name].with_shape(num_groups, *types[name].shape)
+    step = {name: graph.add_input(name, tensor) for name, tensor in types.items()}
+    if num_groups == 1:
+        return [step]
+    first = graph.nodes[0]
+    return [
+        step
+        | {
+            name: graph.insert_before(
+                first,
+                "select",
+                step[name],
+                dim=0,
+                index=group,
+                name=f"{name}_{group}",
+                origin=step[name].origin,
+            ).output
+            for name in GROUPED_INPUTS
+        }
+        for group in range(num_groups)
+    ]
 
 
 def _is_pageable(node: Node, report: Report) -> bool:

@@ -57,6 +57,8 @@ _COMMON: tuple[str, ...] = (
 
 PIPELINE: tuple[str, ...] = (
     *_COMMON,
+    # Where a calibration wants it. After merge-linears: siblings share the scales of their input.
+    "fold-input-scales",
     # After merge-linears: siblings are one matrix by now, or differ in their schemes.
     "quantize-linears",
     # Before the targets see a norm: the sum it reads is then read once.
@@ -74,8 +76,10 @@ CUDA_PIPELINE: tuple[str, ...] = (
     "gather-before-norm",
     # Before fuse-norm-linear, which takes in norms that have no weight.
     "fold-norm-weight",
-    # After it: a folded norm weight is part of what is rounded. Before the fusions, which take
-    # quantised matrices as any other.
+    # After it: in norms whose weight is folded already, which fuse, scales would be undone again.
+    "fold-input-scales",
+    # After fold-norm-weight: a folded weight is part of what is rounded. Before the fusions, which
+    # take quantised matrices as any other.
     "quantize-linears",
     # Before fuse-add-norm: a residual add costs nothing in the epilogue of the product before it.
     "fuse-linear-add",

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.ir.manifest import Manifest, ManifestError
+from octavo.ir.manifest import BLOCK_GROUPS, Manifest, ManifestError
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact_files import RECOMPILE, check_files
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.program_loader import import_program
 
 # Names that a compiler may put into `required_features`; a reader that does not know one refuses.
-SUPPORTED_FEATURES: frozenset[str] = frozenset()
+SUPPORTED_FEATURES: frozenset[str] = frozenset((BLOCK_GROUPS,))
 
 
 class Step(Protocol):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.block_tables import BlockTables
 from octavo.runtime.scheduler import ScheduledSequence, StepPlan
 
@@ -19,6 +20,7 @@ from octavo.runtime.scheduler import ScheduledSequence, StepPlan
 class Batch:
     """Inputs of a step: T tokens of S sequences laid end to end, R of them with logits.
 
+    With more than one block group, ``slot_mapping`` and ``block_table`` have a row for each first.
     ``source_rows`` None means that all ids are known. Else the id of token ``t`` is what row
     ``source_rows[t]`` of the step before samples, where that is not negative. Before all else,
     blocks ``saves[0]`` are copied to slots of host memory ``saves[1]``, then slots ``loads[0]`` to
@@ -27,8 +29,8 @@ class Batch:
 
     ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
-    slot_mapping: NDArray[np.int64]  # [T]
-    block_table: NDArray[np.int32]  # [S, B]
+    slot_mapping: NDArray[np.int64]  # [T] or [G, T]
+    block_table: NDArray[np.int32]  # [S, B] or [G, S, B]
     query_start: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     logit_rows: NDArray[np.int64]  # [R]
@@ -53,9 +55,9 @@ class Batch:
 class BatchBuilder:
     """Lays the sequences of plans end to end. It keeps their block tables from step to step."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: Sequence[BlockGroup] = (FULL,)) -> None:
         self._block_size = block_size
-        self._tables = BlockTables()
+        self._tables = BlockTables(groups)
 
     def build(self, plan: StepPlan) -> Batch:
         """The arrays of a plan, made before the next plan is."""
@@ -73,7 +75,7 @@ class BatchBuilder:
         else:
             owner = np.repeat(np.arange(num_seqs), lengths)  # token -> its sequence
             positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
-        block_of = block_table[owner, positions // self._block_size].astype(np.int64)
+        block_of = block_table[..., owner, positions // self._block_size].astype(np.int64)
         return Batch(
             ids=_ids(sequences, num_tokens),
             positions=positions,

@@ -8,7 +8,7 @@ from typing import Any
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.grammars import Grammars
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.validation import token_ids
+from octavo.runtime.validation import refusal, token_ids
 
 
 def checked_params(
@@ -39,12 +39,13 @@ def _check_logprobs(name: str, wanted: int | None, limit: int) -> None:
         return
     raise InvalidRequest(
         f"{name}={wanted} is beyond max_logprobs={limit}; ask for fewer, or load with a higher "
-        "max_logprobs (-1 for no limit)"
+        "max_logprobs (-1 for no limit)",
+        param=name,
     )
 
 
 def _check_without_tokenizer(params: SamplingParams) -> None:
     if params.stop:
-        raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids")
+        raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
     if params.bad_words:
-        raise InvalidRequest("bad_words need a tokenizer; use logit_bias or logits_processors")
+        raise refusal("bad_words", "need a tokenizer; use logit_bias or logits_processors")

@@ -121,7 +121,7 @@ class CudaExecutor:
         with self._on_stream():
 
             def run_of(size: StepSize) -> Run:
-                self._copy_in(warm_up_batch(), (), size)
+                self._copy_in(warm_up_batch(self._inputs.num_groups), (), size)
                 return steps[size].run
 
             graphs, report = capture_all(sizes, capture or CudaCapture(), run_of, used_bytes)

@@ -60,14 +60,15 @@ def exact_size(batch: Batch) -> StepSize:
     return StepSize(len(batch.ids), len(batch.seq_lens), max(1, len(batch.logit_rows)))
 
 
-def warm_up_batch() -> Batch:
+def warm_up_batch(num_groups: int = 1) -> Batch:
     """One token in the null block: padded to a size, a step that disturbs nobody."""
     zero = np.zeros(1, dtype=np.int64)
+    groups = () if num_groups == 1 else (num_groups,)
     return Batch(
         ids=zero,
         positions=zero,
-        slot_mapping=zero,
-        block_table=np.zeros((1, 1), dtype=np.int32),
+        slot_mapping=np.zeros((*groups, 1), dtype=np.int64),
+        block_table=np.zeros((*groups, 1, 1), dtype=np.int32),
         query_start=np.array([0, 1], dtype=np.int32),
         seq_lens=np.ones(1, dtype=np.int32),
         logit_rows=zero,

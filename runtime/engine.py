@@ -93,7 +93,7 @@ class Engine:
         self._seed = seed
         self._content_id = content_id
         self._check_invariants = check_invariants
-        self._batches = BatchBuilder(blocks.block_size)
+        self._batches = BatchBuilder(blocks.block_size, blocks.groups)
         self._max_in_flight = 2 if async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()
         self._is_launch_open = False
@@ -123,12 +123,13 @@ class Engine:
         priority: int = 0,
         deadline_ms: float | None = None,
         queue_timeout_ms: float | None = None,
+        client: str = "",
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises InvalidRequest when it could never run.
 
         ``cache_salt``: only requests with the same one share blocks of the prefix cache. The next
-        three say when it is to run: see octavo.runtime.policies.Urgency. ``arrival_time`` is when
+        four say when it is to run: see octavo.runtime.policies.Urgency. ``arrival_time`` is when
         it came, by time.monotonic; None is now.
         """
         assert not self.is_live(request_id), "request ids are unique"
@@ -136,7 +137,7 @@ class Engine:
             prompt_token_ids,
             prompt,
             root_key(self._content_id, cache_salt=cache_salt),
-            Urgency(priority, deadline_ms, queue_timeout_ms),
+            Urgency(priority, deadline_ms, queue_timeout_ms, client),
             time.monotonic() if arrival_time is None else arrival_time,
         )
         self._add(request_id, source, params, kind)
@@ -257,6 +258,7 @@ class Engine:
             prefill_seconds=self._seconds["prefill"],
             decode_seconds=self._seconds["decode"],
             num_cached_blocks=blocks.num_cached_blocks,
+            num_group_blocks=tuple(blocks.pool.num_held),
             prefix_cache_queries=self.scheduler.sharing.num_queries,
             prefix_cache_hits=self.scheduler.sharing.num_hits,
             host_cache_hits=self.scheduler.sharing.num_host_hits,
@@ -296,6 +298,7 @@ class Engine:
             priority=source.urgency.priority,
             deadline=source.urgency.deadline(source.arrival_time),
             queue_deadline=source.urgency.queue_deadline(source.arrival_time),
+            client=source.urgency.client,
         )
         self._num_requests += 1
         rules = make_rules(
@@ -306,7 +309,7 @@ class Engine:
             grammars=self.grammars,
         )
         request.waits_for_token = rules is not None and rules.depends_on_output
-        return OutputProcessor(
+        processor = OutputProcessor(
             request,
             prompt=source.prompt,
             kind=kind,
@@ -316,11 +319,15 @@ class Engine:
             rules=rules,
             sample_of=sample_of,
         )
+        if rules is not None:
+            rules.check_first(processor.banned_token_ids, self._vocab_size)
+        return processor
 
     def _num_unused_slots(self) -> int:
         """Slots of the running requests' blocks in which there is nothing yet."""
         running = list(self.scheduler.running.values())  # any thread may ask
-        return sum(max(0, request.num_slots - request.num_computed_tokens) for request in running)
+        unused = self.scheduler.blocks.num_unused_slots
+        return sum(unused(request.request_id, request.num_computed_tokens) for request in running)
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -369,6 +376,8 @@ class Engine:
         outputs, at = [], 0
         for _, request, start, stop in plan.prompt_rows:
             mine, at = rows[at : at + stop - start], at + stop - start
+            if any(row.error for row in mine):
+                self.scheduler.distrust(request)
             processor = self._live.get(request.request_id)
             try:
                 # Its id may be another's by now, if it was ended while the step ran.

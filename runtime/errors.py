@@ -10,7 +10,14 @@ class ArtifactError(OctavoError):
 
 
 class InvalidRequest(OctavoError, ValueError):
-    """A prompt, sampling parameter or option with an impossible value; nothing was run."""
+    """A prompt, sampling parameter or option with an impossible value; nothing was run.
+
+    ``param`` is its name, where it has one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class CapacityError(OctavoError):

@@ -18,6 +18,7 @@ from octavo.runtime.errors import EngineError, InvalidRequest
 from octavo.runtime.logit_edits import MASK_BITS
 from octavo.runtime.structured_outputs import StructuredOutputsParams
 from octavo.runtime.tokenizer import Tokenizer
+from octavo.runtime.validation import refusal
 
 MAX_KEPT = 128
 # White space that JSON may have between its tokens. Bounded, or a model could go on with it and
@@ -69,7 +70,7 @@ class Grammars:
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         """About a second for a large vocabulary."""
         if self._tokenizer is None:
-            raise InvalidRequest("structured_outputs need a tokenizer, and the model has none")
+            raise refusal("structured_outputs", "need a tokenizer, and the model has none")
         try:
             return llguidance.LLTokenizer(
                 self._tokenizer.to_json(),
@@ -149,7 +150,7 @@ def _from_text(grammar: str) -> str:
 
 
 def _refused(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"structured_outputs: {_one_line(reason)}")
+    return refusal("structured_outputs:", _one_line(reason))
 
 
 def _one_line(text: str) -> str:

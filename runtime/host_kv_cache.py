@@ -70,7 +70,9 @@ class HostKVCache:
     ) -> None:
         """Raises CapacityError when the system does not give so much memory."""
         self._device = device
-        self._blocks = [_as_words(cache) for pair in kv_caches for cache in pair]
+        # Caches of different block groups may be the same memory.
+        distinct = {cache.data_ptr(): cache for pair in kv_caches for cache in pair}
+        self._blocks = [_as_words(cache) for cache in distinct.values()]
         # Each part begins at a multiple of the widest word.
         sizes = [-(-num_slots * blocks[0].nbytes // 8) * 8 for blocks in self._blocks]
         self._pages = PinnedPages(sum(sizes), device)

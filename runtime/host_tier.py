@@ -70,15 +70,9 @@ class HostTier:
         """Requests that have loads due."""
         return self._due.keys()
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Slots of the longest run of ``keys``, from the first on, that is there."""
-        found = []
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is None:
-                break
-            found.append(slot)
-        return found
+    def find(self, key: bytes) -> int | None:
+        """The slot that holds what a key stands for."""
+        return self._slots.get(key)
 
     def save(self, key: bytes, block_id: int) -> None:
         """Have the planned step save a block that is evicted, unless a slot holds the same or

@@ -5,6 +5,7 @@ The tests ask after each event, and ``check_invariants`` makes the engine ask af
 
 from __future__ import annotations
 
+from octavo.runtime.block_pool import NULL_BLOCK
 from octavo.runtime.errors import require
 from octavo.runtime.request import Request, RequestStatus
 from octavo.runtime.scheduler import Scheduler
@@ -21,6 +22,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         scheduler.blocks.holders() == scheduler.running.keys(),
         "those that hold blocks are not those that run",
     )
+    scheduler.waiting.check(scheduler.running.keys())
     for request in waiting:
         _check_waiting(request)
     for name, request in scheduler.running.items():
@@ -40,8 +42,7 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
     blocks, name = scheduler.blocks, request.request_id
     require(request.status is RequestStatus.RUNNING, f"{name} runs and is {request.status.value}")
     require(request.num_pending in (0, 1), f"{name} is {request.num_pending} tokens ahead")
-    table = blocks.block_ids(name)
-    room = len(table) * blocks.block_size
+    room = blocks.num_slots(name)
     require(request.num_slots == room, f"{name} has room for {room}, not {request.num_slots}")
     known = request.num_tokens + request.num_pending
     require(
@@ -50,5 +51,9 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
     )
     num_full = request.num_computed_tokens // blocks.block_size
     require(request.num_published_blocks <= num_full, f"{name} shares what is not computed")
-    for block_id in table[num_full:]:
-        require(blocks.is_writable(block_id), f"{name} is to write block {block_id}, shared")
+    for group, table in zip(blocks.groups, blocks.tables(name), strict=True):
+        for block_id in table[num_full:]:
+            require(blocks.is_writable(block_id), f"{name} is to write block {block_id}, shared")
+        first = group.first_needed(request.num_computed_tokens) // blocks.block_size
+        is_whole = NULL_BLOCK not in table[first:]
+        require(is_whole, f"{name} has given back what it is to read from block {first} on")

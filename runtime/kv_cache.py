@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ir.manifest import KVSlot
+from octavo.runtime.block_groups import places
 from octavo.runtime.errors import CapacityError
 
 GIB = 1024**3
@@ -38,9 +39,12 @@ class KVCachePlan:
 
 
 def block_bytes(slots: Sequence[KVSlot], dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block over all slots."""
-    elements = sum(slot.num_kv_heads * (slot.head_dim + slot.v_head_dim) for slot in slots)
-    return elements * block_size * dtype.itemsize
+    """Bytes of one block over all of its places; slots of different groups share a place."""
+    elements = {
+        place: slot.num_kv_heads * (slot.head_dim + slot.v_head_dim)
+        for place, slot in zip(places(slots), slots, strict=True)
+    }
+    return sum(elements.values()) * block_size * dtype.itemsize
 
 
 def plan_kv_cache(
@@ -93,6 +97,9 @@ def allocate_kv_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Key and value caches ``[num_blocks, block_size, kv_heads, head_dim]``, one pair a slot.
 
+    Slots of one place, which are of different block groups, have the same memory: of each block
+    only the group that holds it makes use.
+
     Zeroed: a kernel may read past a sequence's end and weigh what it reads by zero, and zero times
     the NaN of a stale page is NaN.
     """
@@ -107,10 +114,18 @@ def allocate_kv_caches(
         return torch.from_numpy(content).view(dtype).reshape(shape)
 
     try:
-        return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
+        pool: dict[int, tuple[Tensor, Tensor]] = {}
+        caches = []
+        for place, slot in zip(places(slots), slots, strict=True):
+            if place not in pool:
+                pool[place] = cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)
+            keys, values = pool[place]
+            heads = (plan.num_blocks, plan.block_size, slot.num_kv_heads)
+            caches.append((keys.view(*heads, slot.head_dim), values.view(*heads, slot.v_head_dim)))
+        return caches
     except torch.OutOfMemoryError:
         raise  # whoever planned the GPU's memory says more
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ValueError) as error:  # the last: beyond any address
         raise CapacityError(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
             "lower kv_cache_memory_bytes, or num_gpu_blocks_override if that was given"

@@ -19,6 +19,7 @@ from octavo.runtime.beam_search import (
     BeamSearchParams,
     search,
 )
+from octavo.runtime.chat_messages import check_tools
 from octavo.runtime.checked_params import checked_params
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError, InvalidRequest
@@ -27,7 +28,7 @@ from octavo.runtime.load import load_engine
 from octavo.runtime.output_processor import OutputKind
 from octavo.runtime.outputs import EngineStats, GenerationStats, Logprob, RequestOutput
 from octavo.runtime.progress import progress_bar
-from octavo.runtime.prompts import Prompt, parse_prompts, with_urgency
+from octavo.runtime.prompts import Prompt, fit_prompts, parse_prompts, with_urgency
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.timings import Timings
 from octavo.runtime.tokenizer import Tokenizer
@@ -95,14 +96,15 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         deadline_ms: float | Sequence[float | None] | None = None,
         queue_timeout_ms: float | Sequence[float | None] | None = None,
+        client: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, ``{"prompt": ...}`` or
         ``{"prompt_token_ids": [...]}``; one or a list of them. A ``"cache_salt"`` beside these
         parts it from prompts with another. All else is one for all or one each: the sampling
-        parameters, the priority (lower is more urgent; see ``scheduling_policy``), and the times
-        within which a prompt is to be answered and to be started.
+        parameters, the priority (lower is more urgent; see ``scheduling_policy``), the times
+        within which a prompt is to be answered and to be started, and the client whose it is.
         Raises InvalidRequest before anything is run.
         """
         if prompt_token_ids is not None:
@@ -114,8 +116,9 @@ class LLM:
             priority=priority,
             deadline_ms=deadline_ms,
             queue_timeout_ms=queue_timeout_ms,
+            client=client,
         )
-        return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
+        return self._run(*self._fitted(parsed, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -131,7 +134,7 @@ class LLM:
         """
         conversations = messages if _is_batch(messages) else [messages]
         parsed = [self._parse_chat(conversation, **rendering) for conversation in conversations]
-        return self._run(parsed, self._params_for(sampling_params, len(parsed)), use_tqdm)
+        return self._run(*self._fitted(parsed, sampling_params), use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -143,7 +146,7 @@ class LLM:
         parsed = self._parse(prompt)
         if len(parsed) != 1:
             raise InvalidRequest(f"stream takes one prompt, got {len(parsed)}; use generate")
-        return self._stream(parsed[0], self._text_params(sampling_params))
+        return self._stream(*self._fitted_for_text(parsed[0], sampling_params))
 
     def stream_chat(
         self,
@@ -153,7 +156,7 @@ class LLM:
     ) -> Generator[str, None, None]:
         """Like ``stream``, for a conversation; ``rendering`` as for ``chat``."""
         parsed = self._parse_chat(messages, **rendering)
-        return self._stream(parsed, self._text_params(sampling_params))
+        return self._stream(*self._fitted_for_text(parsed, sampling_params))
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False
@@ -170,7 +173,7 @@ class LLM:
                 eos_token_ids=self.engine.eos_token_ids,
                 max_model_len=self.engine.max_model_len,
             )
-            for prompt in self._parse(prompts)
+            for prompt in self._fit(self._parse(prompts))
         ]
         with progress_bar("Searching", len(searches), is_wanted=use_tqdm) as advance:
             search(searches, self._next_logprobs, advance)
@@ -189,7 +192,8 @@ class LLM:
         parsed = [prompt] if isinstance(prompt, Prompt) else self._parse(prompt)
         if len(parsed) != 1:
             raise InvalidRequest(f"one prompt is wanted here, got {len(parsed)}")
-        return parsed[0], self._params_for(sampling_params, 1)[0]
+        [fitted], [params] = self._fitted(parsed, sampling_params)
+        return fitted, params
 
     def prepare_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
         """A conversation as a prompt; ``rendering`` as for ``chat``. Any thread may call it."""
@@ -270,9 +274,29 @@ class LLM:
             prompts,
             tokenizer=self._tokenizer,
             vocab_size=self.vocab_size,
-            max_model_len=self.engine.max_model_len,
             add_special_tokens=add_special_tokens,
         )
+
+    def _fit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | None = None
+    ) -> list[Prompt]:
+        """The prompts, cut where the parameters say so. Raises InvalidRequest for one too long."""
+        each = params or [SamplingParams()] * len(prompts)
+        return fit_prompts(
+            prompts,
+            [one.truncate_prompt_tokens for one in each],
+            tokenizer=self._tokenizer,
+            max_model_len=self.engine.max_model_len,
+        )
+
+    def _fitted(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Prompts and their parameters, ready to run."""
+        checked = self._params_for(params, len(prompts))
+        return self._fit(prompts, checked), checked
 
     def _parse_chat(
         self,
@@ -284,6 +308,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
+        check_tools(tools)
         variables = chat_template_kwargs or {}
         if not isinstance(variables, Mapping) or not _TAKEN_VARIABLES.isdisjoint(variables):
             raise InvalidRequest(
@@ -318,8 +343,10 @@ class LLM:
             )
         return [self._checked(item) for item in given]
 
-    def _text_params(self, params: SamplingParams | None) -> SamplingParams:
-        checked = self._params_for(params, 1)[0]
+    def _fitted_for_text(
+        self, prompt: Prompt, params: SamplingParams | None
+    ) -> tuple[Prompt, SamplingParams]:
+        [fitted], [checked] = self._fitted([prompt], params)
         if checked.n > 1:
             raise InvalidRequest(f"stream gives one text, not n={checked.n}; use generate")
         if self._tokenizer is None:
@@ -329,7 +356,7 @@ class LLM:
                 "stream gives text, and detokenize=False asks for none; leave detokenize out, or "
                 "use generate"
             )
-        return checked
+        return fitted, checked
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         return checked_params(

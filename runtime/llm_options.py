@@ -112,6 +112,7 @@ def _load_format(name: str, value: Any) -> str:
 
 
 _positive = partial(integer, low=1)
+_positive_int32 = partial(integer, low=1, high=2**31 - 1)  # what the kernels count with
 
 # Works: how a value is checked and cleaned.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -126,15 +127,15 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "generation_config": _generation_config,
     "seed": partial(integer, low=-(2**63), high=2**64 - 1),
     "max_model_len": partial(integer, low=2),  # one token of a prompt and one of an answer
-    "max_num_seqs": _positive,
-    "max_num_batched_tokens": _positive,
+    "max_num_seqs": _positive_int32,
+    "max_num_batched_tokens": _positive_int32,
     "long_prefill_token_threshold": partial(integer, low=0),
     "scheduling_policy": _scheduling_policy,
     "ageing_ms": partial(real, low=1.0),
-    "block_size": _positive,
+    "block_size": _positive_int32,
     "gpu_memory_utilization": _share,
     "kv_cache_memory_bytes": _positive,
-    "num_gpu_blocks_override": _positive,
+    "num_gpu_blocks_override": _positive_int32,
     "enable_prefix_caching": boolean,
     "result_cache_size": partial(integer, low=0),
     "kv_offload_gb": partial(real, low=0.0),

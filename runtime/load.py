@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from octavo.runtime.capacity import Capacity, plan_capacity
 from octavo.runtime.device import device_for
 from octavo.runtime.device_weights import load_weights, stored_weights
 from octavo.runtime.engine import Engine
-from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.errors import CapacityError, InvalidRequest
 from octavo.runtime.executor import Executor, StepExecutor
 from octavo.runtime.host_kv_cache import MIN_LOAD_TOKENS, HostKVCache
 from octavo.runtime.host_tier import HostTier
@@ -68,6 +70,7 @@ def load_engine(
         BlockManager(
             capacity.kv_cache.num_blocks,
             capacity.kv_cache.block_size,
+            groups=capacity.groups,
             enable_prefix_caching=options.enable_prefix_caching,
             host_tier=HostTier(num_slots, MIN_LOAD_TOKENS) if num_slots else None,
         ),
@@ -95,7 +98,7 @@ def _load_executor(
     capacity = plan_capacity(
         artifact,
         options,
-        max_num_seqs=config.max_num_seqs,
+        config,
         available_bytes=cpu_kv_cache_bytes() if available is None else available,
     )
     with timings.phase("kernels"):
@@ -111,16 +114,33 @@ def _load_executor(
             artifact.manifest.kv_slots, capacity.kv_cache, artifact.dtype, device
         )
         num_slots = capacity.num_host_slots
-        executor = Executor(
-            program,
-            weights,
-            caches,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            device=device,
-            host_kv_cache=HostKVCache(caches, num_slots, device) if num_slots else None,
-        )
+        host_kv_cache = HostKVCache(caches, num_slots, device) if num_slots else None
+        with _buffers_of(config):
+            executor = Executor(
+                program,
+                weights,
+                caches,
+                max_num_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                device=device,
+                host_kv_cache=host_kv_cache,
+            )
     return executor, capacity
+
+
+@contextmanager
+def _buffers_of(config: SchedulerConfig) -> Iterator[None]:
+    """Say which options the memory of a step's buffers follows from when there is not enough."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # PyTorch has no class of its own for this on a CPU.
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise CapacityError(
+            f"no memory for the buffers of a step of max_num_seqs={config.max_num_seqs} and "
+            f"max_num_batched_tokens={config.max_num_batched_tokens}; lower one of them"
+        ) from error
 
 
 def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:

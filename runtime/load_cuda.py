@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from octavo.ir.manifest import num_groups
 from octavo.runtime.artifact import Artifact, ProgramClass
 from octavo.runtime.binaries import bind_kernels
 from octavo.runtime.capacity import Capacity, plan_capacity, wanted_len
@@ -106,6 +107,7 @@ def _plan(
             max_num_tokens,
             max_num_seqs,
             table_width(wanted_len(manifest, options), options.block_size),
+            num_groups(manifest.kv_slots),
         ),
         staging=staging_bytes(manifest.kv_slots, artifact.dtype, options.block_size)
         if options.kv_offload_gb
@@ -117,9 +119,7 @@ def _plan(
         if plan.kv_cache_room <= 0 and options.num_gpu_blocks_override is None:
             raise does_not_fit(plan)
         available = max(0, plan.kv_cache_room)
-    capacity = plan_capacity(
-        artifact, options, max_num_seqs=max_num_seqs, available_bytes=available
-    )
+    capacity = plan_capacity(artifact, options, config, available_bytes=available)
     kv_cache = capacity.kv_cache
     pinned = capacity.num_host_slots * kv_cache.block_bytes
     return replace(plan, kv_cache=kv_cache.total_bytes, pinned=pinned), capacity
@@ -141,6 +141,7 @@ def _bind(
         max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
         width=table_width(capacity.max_model_len, kv_cache.block_size),
+        num_groups=len(capacity.groups),
         device=device,
     )
     torch.cuda.synchronize(device)  # the executor's stream does not wait for the default one

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.runtime.errors import EngineError
+from octavo.runtime.errors import EngineError, InvalidRequest
 from octavo.runtime.grammars import Grammars, Guide
 from octavo.runtime.logit_edits import MASK_BITS, LogitEdits, Processor
 from octavo.runtime.sampling_params import SamplingParams
@@ -94,6 +94,26 @@ class LogitRules:
     def is_complete(self) -> bool:
         """Whether nothing may follow."""
         return self._guide is not None and self._guide.is_complete
+
+    def check_first(self, banned_token_ids: Sequence[int], vocab_size: int) -> None:
+        """Raises InvalidRequest when the rules leave no token to begin with.
+
+        ``banned_token_ids`` may not come first for another reason.
+        """
+        if self._allowed is None and not len(self._always_banned):
+            return  # a bias or a penalty forbids nothing, and a grammar has a beginning
+        allowed = self._allowed_next()
+        is_left = np.ones(vocab_size, dtype=bool)
+        if allowed is not None:
+            is_left &= np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size] == 1
+        is_left[self._always_banned] = False
+        is_left[list(banned_token_ids)] = False
+        if not is_left.any():
+            raise InvalidRequest(
+                "no token may come first: allowed_token_ids, bad_words, min_tokens and "
+                "structured_outputs together forbid every one",
+                param="bad_words" if self._allowed is None else "allowed_token_ids",
+            )
 
     def append(self, token_id: int) -> None:
         """Take the next token of the output. Raises EngineError if it may not be there."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ir.manifest import num_groups
 from octavo.runtime.artifact import Artifact, Step
 from octavo.runtime.device_weights import load_weights, stored_weights
 from octavo.runtime.kernel import Bucket, Choices
@@ -151,7 +152,9 @@ class StepProgram:
     ) -> list[tuple[Tensor, Tensor]]:
         slots = artifact.manifest.kv_slots
         longest = {size: int(size.contexts().max()) for size in sizes}
+        self.num_groups = num_groups(slots)
         wanted = max(s.num_seqs * (longest[s] + self.block_size) for s in sizes)
+        wanted *= self.num_groups
         available = wanted * block_bytes(slots, artifact.dtype, self.block_size)
         if self.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(self.device)[0] * _CACHE_SHARE)
@@ -197,12 +200,13 @@ class StepProgram:
         query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         lens = torch.maximum(counts, size.contexts())
         width = -(-int(lens.max()) // self.block_size)
-        blocks = torch.arange(size.num_seqs * width).view(size.num_seqs, width)
-        table = 1 + blocks % (self.num_blocks - 1)
+        groups = () if self.num_groups == 1 else (self.num_groups,)
+        blocks = torch.arange(self.num_groups * size.num_seqs * width)
+        table = 1 + blocks.view(*groups, size.num_seqs, width) % (self.num_blocks - 1)
         owner = torch.repeat_interleave(torch.arange(size.num_seqs), counts)
         place = torch.arange(size.num_tokens) - query_start[owner]
         positions = (lens - counts)[owner] + place
-        block_ids = table[owner, positions // self.block_size]
+        block_ids = table[..., owner, positions // self.block_size]
         inputs = (
             torch.zeros(size.num_tokens, dtype=torch.int64),
             positions,

@@ -55,6 +55,7 @@ class OutputProcessor:
         self.finish: Finish | None = None
         self._shown_id, self._index = sample_of or (request.request_id, 0)
         self._prompt = prompt
+        self._prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
         self._tokenizer = tokenizer
@@ -140,14 +141,14 @@ class OutputProcessor:
         """What there is to show: for "delta" what is new, for "final" nothing before the end."""
         if self.kind == "final" and self.finish is None:
             return None
-        token_ids, text, logprobs = self.request.output_token_ids, self._text, self._logprobs
+        text, logprobs = self._text, self._logprobs
         prompt_logprobs = self._prompt_logprobs
+        # What was shown is not copied again: that would make a long answer quadratic.
+        first = self._num_shown_tokens if self.kind == "delta" else 0
+        token_ids = self.request.token_ids[self.request.num_prompt_tokens + first :]
         if self.kind == "delta":
             self._prompt_logprobs = None  # with the first output only
-            token_ids, logprobs = (
-                token_ids[self._num_shown_tokens :],
-                logprobs[self._num_shown_tokens :],
-            )
+            logprobs = logprobs[first:]
             text = text[self._num_shown_chars :]
             self._num_shown_tokens = self.request.num_output_tokens
             self._num_shown_chars = len(self._text)
@@ -164,7 +165,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=self._shown_id,
             prompt=self._prompt,
-            prompt_token_ids=self.request.token_ids[: self.request.num_prompt_tokens],
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[completion],
             finished=self.finish is not None,

@@ -109,7 +109,8 @@ class EngineCounts:
 class EngineStats:
     """Totals since the engine was made, and its state now.
 
-    Of the free blocks ``num_cached_blocks`` hold what may be asked for again. Of
+    Of the free blocks ``num_cached_blocks`` hold what may be asked for again; those that requests
+    hold are ``num_group_blocks`` by block group (see "Block groups" in docs/scheduling.md). Of
     ``prefix_cache_queries`` tokens of admitted requests ``prefix_cache_hits`` needed no computing;
     ``host_cache_hits`` of these came from host memory, which has room for ``num_host_blocks``.
     ``num_saved_blocks`` went there when they were evicted, and ``num_loaded_blocks`` came back.
@@ -130,6 +131,7 @@ class EngineStats:
     prefill_seconds: float
     decode_seconds: float
     num_cached_blocks: int = 0
+    num_group_blocks: tuple[int, ...] = ()
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     host_cache_hits: int = 0

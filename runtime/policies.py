@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.request import Rank, Request
-from octavo.runtime.validation import integer, real
+from octavo.runtime.validation import integer, real, refusal
 
 # Estimated work is counted in decode steps. So many tokens of a prompt cost as much as one: between
 # what a GPU (200) and a CPU (20) were seen to need.
@@ -29,20 +28,23 @@ class Urgency:
     """What a user says about when a request is to run.
 
     ``priority``: lower is more urgent, as in vLLM. ``deadline_ms`` after its arrival the request is
-    of no use any more, ``queue_timeout_ms`` after it it is not to be started. Raises
-    InvalidRequest for an impossible value.
+    of no use any more, ``queue_timeout_ms`` after it it is not to be started. ``client`` is whose
+    it is, for the policy that shares service. Raises InvalidRequest for an impossible value.
     """
 
     priority: int = 0
     deadline_ms: float | None = None
     queue_timeout_ms: float | None = None
+    client: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.client, str):
+            raise refusal("client", f"must be a string, got {self.client!r:.80}")
         integer("priority", self.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
         for name in ("deadline_ms", "queue_timeout_ms"):
             value = getattr(self, name)
             if value is not None and real(name, value) <= 0:
-                raise InvalidRequest(f"{name} must be above 0, got {value:g}")
+                raise refusal(name, f"must be above 0, got {value:g}")
 
     def deadline(self, arrival_time: float) -> float:
         """When it has to be done, infinity for never; in seconds, as the arrival."""
@@ -56,10 +58,12 @@ class Urgency:
 
 class Policy(Protocol):
     """``rank`` orders those that wait, and chooses who gives up its blocks when none are free: the
-    last in rank. ``displaces`` says who gives way even before that."""
+    last in rank. ``displaces`` says who gives way even before that. With ``shares_service`` ranks
+    order the requests of one client only, see octavo.runtime.fair_queue."""
 
     heeds_priority: bool
     has_displacement: bool
+    shares_service: bool
 
     def rank(self, request: Request) -> Rank: ...
 
@@ -72,13 +76,19 @@ class Policy(Protocol):
 class FirstCome:
     """In the order of arrival. Nobody overtakes, so nobody starves."""
 
-    heeds_priority = has_displacement = False
+    heeds_priority = has_displacement = shares_service = False
 
     def rank(self, request: Request) -> Rank:
         return (0.0, 0.0, request.order)
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return False
+
+
+class FairShare(FirstCome):
+    """The client that was served least first; within one client in the order of arrival."""
+
+    shares_service = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class ByPriority:
 
     ageing_seconds: float
     heeds_priority = has_displacement = True
+    shares_service = False
 
     def rank(self, request: Request) -> Rank:
         due = min(request.deadline, request.arrival_time + self.ageing_seconds)
@@ -111,6 +122,7 @@ class EarliestDeadline:
 
     ageing_seconds: float
     heeds_priority = has_displacement = True
+    shares_service = False
 
     def rank(self, request: Request) -> Rank:
         due = min(request.deadline, request.arrival_time + self.ageing_seconds)
@@ -129,7 +141,7 @@ class ShortestFirst:
     """
 
     ageing_seconds: float
-    heeds_priority = has_displacement = False
+    heeds_priority = has_displacement = shares_service = False
 
     def rank(self, request: Request) -> Rank:
         handicap = estimated_steps(request) * self.ageing_seconds / STEPS_AN_AGE
@@ -145,13 +157,13 @@ def estimated_steps(request: Request) -> float:
     return num_new + request.num_prompt_tokens / PROMPT_TOKENS_A_STEP
 
 
-POLICIES = ("fcfs", "priority", "edf", "shortest")
+POLICIES = ("fcfs", "priority", "edf", "shortest", "fair")
 
 
 def make_policy(name: str, ageing_seconds: float) -> Policy:
     """The policy of a name in ``POLICIES``."""
-    if name == "fcfs":
-        return FirstCome()
+    if name in ("fcfs", "fair"):
+        return FirstCome() if name == "fcfs" else FairShare()
     kinds: dict[str, Callable[[float], Policy]] = {
         "priority": ByPriority,
         "edf": EarliestDeadline,

@@ -65,15 +65,13 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._keys
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of ``keys``, from the first on, that is there."""
-        found = []
-        for key in keys:
-            block_id = self._blocks.get(key)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+    def find(self, key: bytes) -> int | None:
+        """The block that holds what a key stands for."""
+        return self._blocks.get(key)
+
+    def known(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of all of ``keys`` that are there."""
+        return [self._blocks[key] for key in keys if key in self._blocks]
 
     def put(self, key: bytes, block_id: int) -> None:
         """Say what a block holds, unless another block is known to hold the same."""

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.policies import Urgency
 from octavo.runtime.tokenizer import Tokenizer
-from octavo.runtime.validation import check_token_id, check_unicode, integer
+from octavo.runtime.validation import check_token_id, check_unicode, integer, refusal
 
 _SHAPES = (
     'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, '
@@ -36,10 +36,12 @@ def parse_prompts(
     *,
     tokenizer: Tokenizer | None,
     vocab_size: int,
-    max_model_len: int,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """Check and tokenise one prompt or several; raises InvalidRequest for the first bad one."""
+    """Check and tokenise one prompt or several; raises InvalidRequest for the first bad one.
+
+    Their length is left to ``fit_prompts``.
+    """
     items = [prompts] if _is_single(prompts) else prompts
     if not isinstance(items, Sequence):
         raise InvalidRequest(f"a prompt must be {_SHAPES}, got {type(prompts).__name__}")
@@ -47,11 +49,38 @@ def parse_prompts(
         raise InvalidRequest("there is no prompt: the list is empty")
     parsed = []
     for index, item in enumerate(items):
-        where = "the prompt" if len(items) == 1 else f"prompt {index}"
+        where = _where(index, len(items))
         prompt = _parse_one(where, _plain_ids(item), tokenizer, add_special_tokens)
-        _check_ids(where, prompt.token_ids, vocab_size, max_model_len)
+        _check_ids(where, prompt.token_ids, vocab_size)
         parsed.append(prompt)
     return parsed
+
+
+def fit_prompts(
+    prompts: Sequence[Prompt],
+    truncations: Sequence[int | None],
+    *,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+) -> list[Prompt]:
+    """The last tokens of each prompt, as many as its truncation says, which have to fit.
+
+    The text of one that is cut is that of the tokens kept. Raises InvalidRequest for the first that
+    leaves no room for an answer.
+    """
+    fitted = []
+    for index, (prompt, count) in enumerate(zip(prompts, truncations, strict=True)):
+        kept = _last_tokens(prompt, count, tokenizer)
+        num_tokens = len(kept.token_ids)
+        if num_tokens + 1 > max_model_len:
+            raise refusal(
+                _where(index, len(prompts)),
+                f"has {num_tokens} tokens, which leaves no room for an answer in "
+                f"max_model_len={max_model_len}; shorten it to {max_model_len - 1} or raise "
+                "max_model_len",
+            )
+        fitted.append(kept)
+    return fitted
 
 
 def with_urgency(prompts: Sequence[Prompt], **fields: Any) -> list[Prompt]:
@@ -99,7 +128,7 @@ def _parse_one(
         return _from_mapping(where, item, tokenizer, add_special_tokens)
     if isinstance(item, Sequence) and not isinstance(item, (bytes, bytearray)):
         return Prompt(_token_ids(where, item))
-    raise InvalidRequest(f"{where} must be {_SHAPES}, got {type(item).__name__}")
+    raise refusal(where, f"must be {_SHAPES}, got {type(item).__name__}")
 
 
 def _from_mapping(
@@ -107,14 +136,14 @@ def _from_mapping(
 ) -> Prompt:
     unknown = sorted(set(item) - {"prompt", "prompt_token_ids", "cache_salt"})
     if unknown:
-        raise InvalidRequest(f"{where}: {unknown[0]!r} is not supported; give {_SHAPES}")
+        raise refusal(f"{where}:", f"{unknown[0]!r} is not supported; give {_SHAPES}")
     text = item.get("prompt")
     salt = _cache_salt(where, item.get("cache_salt"))
     if item.get("prompt_token_ids") is not None:
         ids = _token_ids(where, _plain_ids(item["prompt_token_ids"]))
         return Prompt(ids, text if isinstance(text, str) else None, salt)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where} holds neither a prompt string nor prompt_token_ids")
+        raise refusal(where, "holds neither a prompt string nor prompt_token_ids")
     return replace(_from_text(where, text, tokenizer, add_special_tokens), cache_salt=salt)
 
 
@@ -122,7 +151,7 @@ def _cache_salt(where: str, salt: Any) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str) or not salt:
-        raise InvalidRequest(f"{where}: cache_salt must be a non-empty string, got {salt!r:.80}")
+        raise refusal("cache_salt", f"must be a non-empty string, got {salt!r:.80}")
     return salt
 
 
@@ -130,11 +159,12 @@ def _from_text(
     where: str, text: str, tokenizer: Tokenizer | None, add_special_tokens: bool
 ) -> Prompt:
     if not text:
-        raise InvalidRequest(f"{where} is empty; give at least one character")
+        raise refusal(where, "is empty; give at least one character")
     if tokenizer is None:
-        raise InvalidRequest(
-            f"{where} is text, but the model came without a tokenizer; give token ids, or compile "
-            "it again from a directory with tokenizer.json"
+        raise refusal(
+            where,
+            "is text, but the model came without a tokenizer; give token ids, or compile "
+            "it again from a directory with tokenizer.json",
         )
     check_unicode(where, text)
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens)), text)
@@ -142,20 +172,26 @@ def _from_text(
 
 def _token_ids(where: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidRequest(f"{where}: token ids must be a list, got {type(ids).__name__}")
+        raise refusal(f"{where}: token ids", f"must be a list, got {type(ids).__name__}")
     if set(map(type, ids)) <= {int}:
         return tuple(ids)  # the usual case: one pass in C
     return tuple(integer(f"{where}: a token id", value) for value in ids)
 
 
-def _check_ids(where: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def _check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
     if not ids:
-        raise InvalidRequest(f"{where} is empty; give at least one token")
+        raise refusal(where, "is empty; give at least one token")
     check_token_id(where, min(ids), vocab_size)
     check_token_id(where, max(ids), vocab_size)
-    if len(ids) + 1 > max_model_len:
-        raise InvalidRequest(
-            f"{where} has {len(ids)} tokens, which leaves no room for an answer in "
-            f"max_model_len={max_model_len}; shorten it to {max_model_len - 1} or raise "
-            "max_model_len"
-        )
+
+
+def _where(index: int, count: int) -> str:
+    return "the prompt" if count == 1 else f"prompt {index}"
+
+
+def _last_tokens(prompt: Prompt, count: int | None, tokenizer: Tokenizer | None) -> Prompt:
+    if count is None or len(prompt.token_ids) <= count:
+        return prompt
+    kept = prompt.token_ids[-count:]
+    text = None if prompt.text is None or tokenizer is None else tokenizer.decode(kept)
+    return replace(prompt, token_ids=kept, text=text)

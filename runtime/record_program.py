@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ir.manifest import Manifest
+from octavo.ir.manifest import Manifest, num_groups
 from octavo.ir.types import DTYPES
 from octavo.runtime.device_weights import shard_header
 from octavo.runtime.kernel import Launch, recording
@@ -54,7 +54,8 @@ def record_module(
     )
     with recording() as launches:
         for num_tokens, num_seqs, num_blocks in step_sizes(block_size):
-            program(*_inputs(num_tokens, num_seqs, num_blocks))
+            inputs = _inputs(num_tokens, num_seqs, num_blocks, num_groups(manifest.kv_slots))
+            program(*inputs)
             found.update((launch.identity, launch) for launch in launches)
             launches.clear()
         for num_rows in decode_sizes():
@@ -115,11 +116,12 @@ def _meta_caches(manifest: Manifest, block_size: int) -> list[tuple[Tensor, Tens
     ]
 
 
-def _inputs(num_tokens: int, num_seqs: int, num_blocks: int) -> tuple[Tensor, ...]:
+def _inputs(num_tokens: int, num_seqs: int, num_blocks: int, num_groups: int) -> tuple[Tensor, ...]:
     """A step's inputs, see docs/architecture.md; logits of one row for each sequence."""
+    groups = () if num_groups == 1 else (num_groups,)
 
-    def ids(num: int) -> Tensor:
-        return torch.empty(num, dtype=torch.int64, device="meta")
+    def ids(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -127,8 +129,8 @@ def _inputs(num_tokens: int, num_seqs: int, num_blocks: int) -> tuple[Tensor, ..
     return (
         ids(num_tokens),
         ids(num_tokens),
-        ids(num_tokens),
-        ints(num_seqs, num_blocks),
+        ids(*groups, num_tokens),
+        ints(*groups, num_seqs, num_blocks),
         ints(num_seqs + 1),
         ints(num_seqs),
         ids(num_seqs),

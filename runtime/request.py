@@ -39,6 +39,7 @@ class Request:
         "_block_keys",
         "_root_key",
         "arrival_time",
+        "client",
         "deadline",
         "first_scheduled_time",
         "max_total_tokens",
@@ -78,10 +79,11 @@ class Request:
         priority: int = 0,
         deadline: float = math.inf,
         queue_deadline: float = math.inf,
+        client: str = "",
     ) -> None:
         """``seed`` and ``stream`` key its randomness, see octavo.runtime.philox; ``root_key`` says
         with whom it may share blocks, see octavo.runtime.prefix_cache. The deadlines are when it
-        has to be done, and when it has to be started."""
+        has to be done, and when it has to be started. ``client`` is whose it is."""
         self.request_id = request_id
         self.params = params
         self.seed = seed
@@ -100,6 +102,7 @@ class Request:
         self.arrival_time = arrival_time
         self.first_scheduled_time: float | None = None
         self.priority = priority
+        self.client = client
         self.deadline = deadline
         self.queue_deadline = queue_deadline
         self.order = 0

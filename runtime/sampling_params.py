@@ -12,6 +12,7 @@ from octavo.runtime.validation import (
     boolean,
     integer,
     real,
+    refusal,
     strings,
     token_ids,
     token_weights,
@@ -23,7 +24,7 @@ SEED_BITS = 64
 MAX_SAMPLES = 16384  # of one prompt: a slip of the hand must not fill the memory. vLLM's bound.
 MAX_LOGIT_BIAS = 100.0  # as OpenAI's API has it: enough to decide, too little to overflow
 
-_NOT_BUILT = ("truncate_prompt_tokens", "extra_args")  # known to vLLM
+_NOT_BUILT = ("extra_args",)  # known to vLLM
 
 
 @dataclass
@@ -44,6 +45,7 @@ class SamplingParams:
     ``stop_token_ids`` ends at a token. ``max_tokens`` None runs to the model's limit.
     ``logprobs`` N gives the N best tokens and the chosen one at each step, of the distribution
     before any of these; -1 gives all. ``prompt_logprobs`` N gives them for the prompt's tokens.
+    ``truncate_prompt_tokens`` N keeps the last N tokens of a longer prompt.
     Raises InvalidRequest, a ValueError, for an impossible value.
     """
 
@@ -100,7 +102,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value != {}:
                 raise InvalidRequest(
-                    f"{name}={value!r} is not supported by this version of octavo; leave {name} out"
+                    f"{name}={value!r} is not supported by this version of octavo; leave {name} "
+                    "out",
+                    param=name,
                 )
 
     def _check_number(self) -> None:
@@ -108,7 +112,7 @@ class SamplingParams:
         if self.best_of is not None:
             self.best_of = integer("best_of", self.best_of, 1, MAX_SAMPLES)
             if self.best_of < self.n:
-                raise InvalidRequest(f"best_of must be at least n={self.n}, got {self.best_of}")
+                raise refusal("best_of", f"must be at least n={self.n}, got {self.best_of}")
 
     def _check_distribution(self) -> None:
         self.temperature = real("temperature", self.temperature, low=0.0)
@@ -134,7 +138,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise InvalidRequest("allowed_token_ids is empty and allows nothing; leave it out")
+                raise refusal("allowed_token_ids", "is empty and allows nothing; leave it out")
         self.logits_processors = _processors(self.logits_processors)
         self._check_structure()
 
@@ -144,16 +148,22 @@ class SamplingParams:
         if guided is None:
             return
         if self.structured_outputs is not None:
-            raise InvalidRequest("give structured_outputs or guided_decoding, not both")
+            raise InvalidRequest(
+                "give structured_outputs or guided_decoding, not both", param="structured_outputs"
+            )
         self.structured_outputs, self.guided_decoding = guided, None
 
     def _check_length_and_stop(self) -> None:
         if self.max_tokens is not None:
             self.max_tokens = integer("max_tokens", self.max_tokens, low=1)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = integer(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, low=1
+            )
         self.min_tokens = integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}"
+            raise refusal(
+                "min_tokens", f"must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
         self.stop = strings("stop", self.stop)
         self.stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids)
@@ -161,18 +171,20 @@ class SamplingParams:
             if isinstance(field.default, bool):
                 boolean(field.name, getattr(self, field.name))
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop strings need detokenize=True: they are looked for in text")
+            raise InvalidRequest(
+                "stop strings need detokenize=True: they are looked for in text", param="stop"
+            )
 
 
 def _positive(name: str, value: Any, high: float | None = None) -> float:
     number = real(name, value, high=high)
     if number <= 0.0:
-        raise InvalidRequest(f"{name} must be above 0, got {number:g}")
+        raise refusal(name, f"must be above 0, got {number:g}")
     return number
 
 
 def _processors(value: Any) -> tuple[Callable[..., Any], ...]:
     items = () if value is None else value
     if not isinstance(items, Sequence) or not all(map(callable, items)):
-        raise InvalidRequest(f"logits_processors must be a list of callables, got {value!r:.80}")
+        raise refusal("logits_processors", f"must be a list of callables, got {value!r:.80}")
     return tuple(items)

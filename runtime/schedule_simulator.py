@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.policies import Urgency
@@ -126,10 +127,11 @@ class Simulator:
         *,
         num_blocks: int,
         block_size: int = 16,
+        groups: Sequence[BlockGroup] = (FULL,),
         cost: CostModel | None = None,
     ) -> None:
         self._clock = _Clock()
-        blocks = BlockManager(num_blocks + 1, block_size, enable_prefix_caching=True)
+        blocks = BlockManager(num_blocks + 1, block_size, groups=groups, enable_prefix_caching=True)
         self.scheduler = Scheduler(config, blocks, self._clock)
         self._cost = cost or CostModel()
         self._live: dict[str, Outcome] = {}
@@ -162,7 +164,8 @@ class Simulator:
     def _add(self, number: int, outcome: Outcome) -> None:
         traced = outcome.request
         blocks = self.scheduler.blocks
-        needed = blocks.blocks_for(traced.prompt_tokens + traced.max_tokens - 1)
+        longest = traced.prompt_tokens + traced.max_tokens - 1
+        needed = blocks.most_blocks(longest, self.scheduler.config.max_chunk_tokens)
         if needed > blocks.num_usable_blocks:
             raise InvalidRequest(
                 f"request {number} of the trace needs {needed} KV blocks, there are "
@@ -178,6 +181,7 @@ class Simulator:
             priority=urgency.priority if self.scheduler.policy.heeds_priority else 0,
             deadline=urgency.deadline(arrival),
             queue_deadline=urgency.queue_deadline(arrival),
+            client=urgency.client,
         )
         self.scheduler.add(request)
         self._live[request.request_id] = outcome

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from octavo.runtime.block_manager import BlockManager
+from octavo.runtime.block_manager import BlockManager, Tables
 from octavo.runtime.deadlines import Deadlines, Expired
 from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.fair_queue import FairQueue
 from octavo.runtime.host_tier import Load, Save
-from octavo.runtime.policies import make_policy
+from octavo.runtime.policies import PROMPT_TOKENS_A_STEP, make_policy
+from octavo.runtime.prefix_hit import PrefixHit
 from octavo.runtime.prefix_sharing import PrefixSharing
 from octavo.runtime.request import Request, RequestStatus
 from octavo.runtime.waiting_queue import WaitingQueue
@@ -37,20 +38,26 @@ class SchedulerConfig:
     policy: str = "fcfs"
     ageing_seconds: float = 60.0
 
+    @property
+    def max_chunk_tokens(self) -> int:
+        """The most tokens of one request that a step computes."""
+        cap = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return min(cap, self.max_num_batched_tokens)
+
 
 class ScheduledSequence(NamedTuple):
     """A request's part of a step: its tokens ``start`` to ``start + num_tokens``.
 
-    ``block_ids`` is the request's own table, which grows with later plans. ``is_sampled`` says that
-    the last of the tokens is the last there is, so that its logits give the next. ``source_row``
-    is not None when that one token is still being sampled: it is the row of the step before.
-    A tuple rather than a dataclass: 256 are made a step.
+    ``tables`` are the request's own, one for each block group, which change with later plans.
+    ``is_sampled`` says that the last of the tokens is the last there is, so that its logits give
+    the next. ``source_row`` is not None when that one token is still being sampled: it is the row
+    of the step before. A tuple rather than a dataclass: 256 are made a step.
     """
 
     request: Request
     start: int
     num_tokens: int
-    block_ids: array[int]
+    tables: Tables
     is_sampled: bool
     source_row: int | None = None
 
@@ -175,7 +182,9 @@ class Scheduler:
         self.policy = make_policy(config.policy, config.ageing_seconds)
         self.sharing = PrefixSharing(blocks)
         self.deadlines = Deadlines()
-        self.waiting = WaitingQueue()
+        self.waiting = (
+            FairQueue(PROMPT_TOKENS_A_STEP) if self.policy.shares_service else WaitingQueue()
+        )
         self.running: dict[str, Request] = {}  # in the order of admission
         self.expired: deque[Expired] = deque()
         self.num_preemptions = 0
@@ -187,7 +196,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest when it could never run, even alone."""
         # The last token is never fed back, so its K and V need no room.
-        needed = self.blocks.blocks_for(request.max_total_tokens - 1)
+        longest = request.max_total_tokens - 1
+        needed = self.blocks.most_blocks(longest, self.config.max_chunk_tokens)
         if needed > self.blocks.num_usable_blocks:
             raise InvalidRequest(
                 f"request {request.request_id}: {request.max_total_tokens} tokens of prompt and "
@@ -197,7 +207,8 @@ class Scheduler:
         if request.priority and not self.policy.heeds_priority:
             raise InvalidRequest(
                 f"request {request.request_id}: priority={request.priority} means nothing under "
-                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'"
+                f"scheduling_policy='{self.config.policy}'; load with scheduling_policy='priority'",
+                param="priority",
             )
         request.order = self._num_added
         request.rank = self.policy.rank(request)
@@ -213,6 +224,8 @@ class Scheduler:
         """
         if self.running.pop(request.request_id, None) is None:
             self.waiting.remove(request)
+        else:
+            self.waiting.ended(request)
         self.blocks.free(request.request_id)
         request.status = RequestStatus.FINISHED
 
@@ -235,7 +248,7 @@ class Scheduler:
         self._continue_running(draft)
         if not draft.is_short_of_blocks:
             self._admit_waiting(draft)
-        table_of = self.blocks.block_ids
+        table_of = self.blocks.tables
         sequences = [
             ScheduledSequence(
                 request,
@@ -297,18 +310,21 @@ class Scheduler:
                 if token is not None:
                     request.token_ids.append(token)
                 else:
-                    # What it has read may be what spoiled its row.
-                    num_full = request.num_tokens // self.blocks.block_size
-                    keys = request.block_keys(num_full, self.blocks.block_size)
-                    self.blocks.forget(request.request_id, keys)
+                    self.distrust(request)
                     spoiled.add(request)
         if self.blocks.prefix_cache is not None:
             block_size = self.blocks.block_size
-            for request, start, num_tokens, block_ids, _, _ in plan.sequences:
+            for request, start, num_tokens, tables, _, _ in plan.sequences:
                 is_filled = start + num_tokens >= (request.num_published_blocks + 1) * block_size
                 if is_filled and request not in spoiled:
-                    self.sharing.publish(request, start + num_tokens, block_ids)
+                    self.sharing.publish(request, start + num_tokens, tables)
         return taken
+
+    def distrust(self, request: Request) -> None:
+        """Let nobody share what a request has computed or read: something there spoiled a row."""
+        num_full = request.num_tokens // self.blocks.block_size
+        keys = request.block_keys(num_full, self.blocks.block_size)
+        self.blocks.forget(request.request_id, keys)
 
     def _expire(self, expired: Expired) -> None:
         """Take a request out that has run out of time. Whoever reads ``expired`` finishes it."""
@@ -357,13 +373,14 @@ class Scheduler:
             if self.deadlines.is_hopeless(request, self._now):
                 self._expire(Expired(request, "deadline"))
                 continue
-            prefix = self.sharing.find(request)
-            if self.sharing.is_worth_a_wait(request, len(prefix)):
+            hit = self.sharing.find(request)
+            if self.sharing.is_worth_a_wait(request, hit):
                 deferred.append(self.waiting.pop())
-            elif self._make_room(request, prefix, len(deferred), draft):
-                self._admit(self.waiting.pop(), prefix, draft)
-            else:
+                continue
+            hit = self.sharing.find_on_host(request, hit)
+            if not self._make_room(request, hit, len(deferred), draft):
                 break
+            self._admit(self.waiting.pop(), hit, draft)
         for request in deferred:
             self.waiting.push(request)
 
@@ -385,25 +402,29 @@ class Scheduler:
         return not request.num_pending and request not in draft.preempted
 
     def _make_room(
-        self, request: Request, prefix: Sequence[int], num_deferred: int, draft: _Draft
+        self, request: Request, hit: PrefixHit, num_deferred: int, draft: _Draft
     ) -> bool:
         """Whether a request fits into the step; others may give way to it, but not in vain."""
         num_seats = draft.spare_rows - num_deferred
-        num_missing = self.blocks.num_taken(request.request_id, request.num_tokens, prefix)
         num_free, budget = self.blocks.num_free_blocks, draft.budget
         num_freed = 0
         candidates = self._displaced_by(request)
         victims: list[Request] = []
         while True:
             keep_free = self._watermark_blocks if len(self.running) > len(victims) else 0
-            if num_seats > 0 and budget > 0 and num_missing + keep_free <= num_free + num_freed:
-                break
+            if num_seats > 0 and budget > 0:
+                until = self._first_end(request, hit, budget)
+                num_missing = self.blocks.num_taken(
+                    request.request_id, request.num_tokens, hit, until
+                )
+                if num_missing + keep_free <= num_free + num_freed:
+                    break
             victim = next(candidates, None)
             if victim is None:
                 return False
             victims.append(victim)
             num_seats += draft.rows(victim)
-            num_freed = self.blocks.num_freed((v.request_id for v in victims), besides=prefix)
+            num_freed = self.blocks.num_freed((v.request_id for v in victims), hit.block_ids)
             budget += draft.share(victim)
         for victim in victims:
             self._preempt(victim, draft)
@@ -416,10 +437,10 @@ class Scheduler:
             candidates = [other for other in self.running.values() if displaces(request, other)]
             yield from sorted(candidates, key=_rank, reverse=True)
 
-    def _admit(self, request: Request, prefix: Sequence[int], draft: _Draft) -> None:
-        host_keys = self.sharing.find_on_host(request, len(prefix))
-        self._allocate(request, request.num_tokens, prefix, host_keys)
-        self.sharing.count(request, len(prefix), len(host_keys))
+    def _admit(self, request: Request, hit: PrefixHit, draft: _Draft) -> None:
+        until = self._first_end(request, hit, draft.budget)
+        self._allocate(request, request.num_tokens, until, hit)
+        self.sharing.count(request, hit)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._now
         request.status = RequestStatus.RUNNING
@@ -438,8 +459,17 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) + request.num_pending - request.num_computed_tokens
-        cap = self.config.long_prefill_token_threshold or missing
-        return min(missing, budget, cap)
+        # Blocks of groups with a window are there for a chunk at a time.
+        room = request.num_slots - request.num_computed_tokens
+        return min(self._wanted_chunk(missing, budget), room)
+
+    def _wanted_chunk(self, missing: int, budget: int) -> int:
+        return min(missing, budget, self.config.long_prefill_token_threshold or missing)
+
+    def _first_end(self, request: Request, hit: PrefixHit, budget: int) -> int:
+        """Where the first chunk ends of a request that is to be admitted."""
+        found = hit.num_blocks * self.blocks.block_size
+        return found + self._wanted_chunk(request.num_tokens - found, budget)
 
     def _has_room(self, request: Request, draft: _Draft) -> bool:
         """Reserve blocks for all its tokens; False when it had to yield, now or to one before."""
@@ -448,30 +478,33 @@ class Scheduler:
         num_tokens = len(request.token_ids) + request.num_pending
         if num_tokens <= request.num_slots:
             return True  # nearly always: a block lasts for many steps
-        while not self.blocks.can_allocate(request.request_id, num_tokens):
+        name, num_computed = request.request_id, request.num_computed_tokens
+        until = num_computed + self._wanted_chunk(num_tokens - num_computed, draft.budget)
+        # Not what a step in flight computes: others may wait for it.
+        keep_from = num_tokens if self.blocks.prefix_cache is None else request.num_published_blocks
+        self.blocks.drop_behind(name, num_computed, until, keep_from)
+        while not self.blocks.can_allocate(name, num_tokens, until=until):
+            if self.blocks.drop_behind(name, num_computed, until, num_tokens):
+                continue
             victim = max(self.running.values(), key=_rank)
             draft.is_short_of_blocks = True
             self._preempt(victim, draft)
             if victim is request:
                 return False
-        self._allocate(request, num_tokens)
+        self._allocate(request, num_tokens, until)
         return True
 
     def _allocate(
-        self,
-        request: Request,
-        num_tokens: int,
-        prefix: Sequence[int] = (),
-        host_keys: Sequence[bytes] = (),
+        self, request: Request, num_tokens: int, until: int, hit: PrefixHit | None = None
     ) -> None:
         self.blocks.allocate(
             request.request_id,
             num_tokens,
             expected_tokens=request.max_total_tokens,
-            prefix=prefix,
-            host_keys=host_keys,
+            prefix=hit,
+            until=until,
         )
-        request.num_slots = self.blocks.blocks_for(num_tokens) * self.blocks.block_size
+        request.num_slots = self.blocks.num_slots(request.request_id)
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
         """Take a request's blocks. A token that is being sampled for it still reaches it."""

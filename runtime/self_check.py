@@ -8,15 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ir.manifest import num_groups
 from octavo.runtime.artifact import Artifact, read_json_object
 from octavo.runtime.batch import Batch
-from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
-from octavo.runtime.executor import Executor
-from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches, block_bytes
-from octavo.runtime.program_loader import import_program
-
-BLOCK_SIZE = 16
+from octavo.runtime.window_logits import BLOCK_SIZE, plain_executor
 
 
 def check_golden(artifact: Artifact) -> float:
@@ -46,32 +42,19 @@ def check_golden(artifact: Artifact) -> float:
 
 def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     """Logits ``[len(cases), vocab]`` after the last token of each prompt."""
-    batch = golden_batch(cases)
-    slots, device = artifact.manifest.kv_slots, device_for(artifact.manifest.target)
-    plan = KVCachePlan(
+    batch = golden_batch(cases, num_groups(artifact.manifest.kv_slots))
+    executor = plain_executor(
+        artifact,
         num_blocks=int(batch.block_table.max()) + 1,
-        block_size=BLOCK_SIZE,
-        block_bytes=block_bytes(slots, artifact.dtype, BLOCK_SIZE),
-    )
-    if device.type == "cuda":
-        # Here and not above: a machine without a GPU needs no Triton.
-        from octavo.runtime.binaries import bind_kernels
-
-        module = import_program(artifact.root, artifact.manifest)
-        bind_kernels(artifact, module, device, block_size=BLOCK_SIZE)
-    executor = Executor(
-        artifact.load_program(),
-        artifact.load_weights(device),
-        allocate_kv_caches(slots, plan, artifact.dtype, device),
         max_num_tokens=len(batch.ids),
         max_num_seqs=len(cases),
-        device=device,
     )
     return executor.execute(batch).cpu()
 
 
-def golden_batch(cases: list[dict[str, Any]]) -> Batch:
-    """All prompts end to end, each in consecutive blocks of its own from block 1 on."""
+def golden_batch(cases: list[dict[str, Any]], num_groups: int) -> Batch:
+    """All prompts end to end, each in consecutive blocks of its own from block 1 on; the blocks of
+    a block group follow those of the one before."""
     lengths = [len(case["ids"]) for case in cases]
     starts = np.concatenate(([0], np.cumsum(lengths)))
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -79,18 +62,20 @@ def golden_batch(cases: list[dict[str, Any]]) -> Batch:
     table = np.zeros((len(cases), max(blocks)), dtype=np.int32)
     for row, (first, count) in enumerate(zip(first_block, blocks, strict=False)):
         table[row, :count] = np.arange(first, first + count)
+    slots = np.concatenate(
+        [first * BLOCK_SIZE + np.arange(n) for first, n in zip(first_block, lengths, strict=False)]
+    )
+    if num_groups > 1:
+        shifts = np.arange(num_groups) * sum(blocks)
+        table = np.where(table > 0, table + shifts[:, None, None], 0)
+        slots = slots + shifts[:, None] * BLOCK_SIZE
     return Batch(
         ids=np.concatenate([case["ids"] for case in cases]).astype(np.int64),
         positions=np.concatenate(
             [np.arange(n) + case["first_position"] for n, case in zip(lengths, cases, strict=True)]
         ).astype(np.int64),
-        slot_mapping=np.concatenate(
-            [
-                first * BLOCK_SIZE + np.arange(n)
-                for first, n in zip(first_block, lengths, strict=False)
-            ]
-        ).astype(np.int64),
-        block_table=table,
+        slot_mapping=slots.astype(np.int64),
+        block_table=table.astype(np.int32),
         query_start=starts.astype(np.int32),
         seq_lens=np.array(lengths, dtype=np.int32),
         logit_rows=starts[1:].astype(np.int64) - 1,

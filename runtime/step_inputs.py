@@ -6,7 +6,8 @@
 A CUDA graph reads what lies at the addresses that it was captured with. Those of a padded size are
 always the same: the fields of a size follow each other with no room for larger ones between them,
 so that a small step copies a few hundred bytes. The block table has a place of its own, to which
-the packed rows are copied on the device.
+the packed rows are copied on the device. With G block groups it has G tables in it, and
+``slot_mapping`` is ``[G, T]``.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class StepTensors:
 _FIELDS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("ids", np.dtype(np.int64), "T"),
     ("positions", np.dtype(np.int64), "T"),
-    ("slot_mapping", np.dtype(np.int64), "T"),
+    ("slot_mapping", np.dtype(np.int64), "G*T"),
     ("sources", np.dtype(np.int64), "T"),
     ("logit_rows", np.dtype(np.int64), "R"),
     ("seed", np.dtype(np.int64), "R"),
@@ -113,11 +114,11 @@ def table_width(max_model_len: int, block_size: int) -> int:
     return -(-max_model_len // (block_size * 4)) * 4
 
 
-def input_bytes(max_num_tokens: int, max_num_seqs: int, width: int) -> int:
+def input_bytes(max_num_tokens: int, max_num_seqs: int, width: int, num_groups: int = 1) -> int:
     """Bytes on the device; one of the two pinned buffers has less."""
-    largest = StepSize(max_num_tokens, max_num_seqs, max_num_seqs)
-    table = max_num_seqs * width * 4
-    return max_num_seqs * 8 + _layout(largest).num_bytes + 2 * table + max_num_tokens * 8
+    largest = _layout(StepSize(max_num_tokens, max_num_seqs, max_num_seqs), num_groups)
+    tables = num_groups * max_num_seqs * width * 4
+    return max_num_seqs * 8 + largest.num_bytes + 2 * tables + max_num_tokens * 8
 
 
 class _Layout(NamedTuple):
@@ -128,9 +129,10 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _layout(size: StepSize) -> _Layout:
+def _layout(size: StepSize, num_groups: int) -> _Layout:
     extents = {
         "T": size.num_tokens,
+        "G*T": num_groups * size.num_tokens,
         "S": size.num_seqs,
         "S+1": size.num_seqs + 1,
         "R": size.num_rows,
@@ -165,35 +167,46 @@ class StepInputs:
     """The buffers. Two are pinned: one is written while the copy from the other may still run."""
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_seqs: int, width: int, device: torch.device
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        width: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
-        largest = _layout(StepSize(max_num_tokens, max_num_seqs, max_num_seqs))
-        self._table_bytes = max_num_seqs * width * 4
+        largest = _layout(StepSize(max_num_tokens, max_num_seqs, max_num_seqs), num_groups)
+        self.num_groups = num_groups
+        self._table_bytes = num_groups * max_num_seqs * width * 4
         num_bytes = largest.num_bytes + self._table_bytes
         self._start = -(-max_num_seqs * 8 // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.zeros(self._start + num_bytes, dtype=_BYTES, device=device)
         self._packed = self._memory[self._start :]
         self._pinned = [_Pinned(num_bytes, device) for _ in range(2)]
         self._ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._table = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
+        tables = (num_groups, max_num_seqs, width)
+        self._tables = torch.zeros(tables, dtype=torch.int32, device=device)
         self._last_table: NDArray[np.int32] | None = None
         self.tokens = self._memory[: max_num_seqs * 8].view(torch.int64)
 
     def tensors(self, size: StepSize) -> StepTensors:
         """Views of the device memory for a size: the same addresses every time."""
-        layout = _layout(size)
+        layout = _layout(size, self.num_groups)
         views: dict[str, Tensor] = {}
         for name, dtype, _ in _FIELDS:
             offset, extent = layout.places[name]
             flat = self._packed[offset : offset + extent * dtype.itemsize]
             views[name] = flat.view(getattr(torch, dtype.name))
+        slot_mapping = views["slot_mapping"].view(self.num_groups, size.num_tokens)
+        tables = self._tables[:, : size.num_seqs]
+        is_single = self.num_groups == 1
         return StepTensors(
             size=size,
             program=(
                 self._ids[: size.num_tokens],
                 views["positions"],
-                views["slot_mapping"],
-                self._table[: size.num_seqs],
+                slot_mapping[0] if is_single else slot_mapping,
+                tables[0] if is_single else tables,
                 views["query_start"],
                 views["seq_lens"],
                 views["logit_rows"],
@@ -208,7 +221,7 @@ class StepInputs:
 
         Padding writes to the null block and belongs to nobody: see docs/cuda.md.
         """
-        layout = _layout(size)
+        layout = _layout(size, self.num_groups)
         pinned = self._pinned[0]
         self._pinned.reverse()
         pinned.wait()
@@ -222,9 +235,9 @@ class StepInputs:
         pinned.buffer.put_into(self._packed, num_bytes)
         pinned.mark_copied()
         if is_table_new:
-            num_seqs, width = batch.block_table.shape
+            num_seqs, width = batch.block_table.shape[-2:]
             rows = self._packed[layout.num_bytes : num_bytes].view(torch.int32)
-            self._table[:num_seqs, :width].copy_(rows.view(num_seqs, width))
+            self._tables[:, :num_seqs, :width].copy_(rows.view(-1, num_seqs, width))
             self._last_table = batch.block_table
 
     def _has_table(self, table: NDArray[np.int32]) -> bool:
@@ -236,8 +249,11 @@ class StepInputs:
         self, fields: dict[str, NDArray[Any]], batch: Batch, sampling: SampleColumns, size: StepSize
     ) -> None:
         num_tokens, num_seqs = len(batch.ids), len(batch.seq_lens)
-        for name in ("ids", "positions", "slot_mapping", "logit_rows"):
+        for name in ("ids", "positions", "logit_rows"):
             _pad(fields[name], getattr(batch, name), 0)
+        slots = fields["slot_mapping"].reshape(self.num_groups, size.num_tokens)
+        slots[:, :num_tokens] = batch.slot_mapping
+        slots[:, num_tokens:] = 0
         for name in _SAMPLING:
             _pad(fields[name], getattr(sampling, name), _NEUTRAL.get(name, 0))
         _pad(fields["seq_lens"], batch.seq_lens, 1)

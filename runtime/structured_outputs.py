@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from octavo.runtime.errors import InvalidRequest
-from octavo.runtime.validation import boolean, check_unicode, strings
+from octavo.runtime.validation import boolean, check_unicode, refusal, strings
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Known to vLLM and not built: the values of each under which it changes nothing.
@@ -40,16 +39,17 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         for name, neutral in _NOT_BUILT.items():
             if getattr(self, name) != neutral:
-                raise InvalidRequest(f"structured_outputs: {name} is not supported; leave it out")
+                raise refusal(f"structured_outputs: {name}", "is not supported; leave it out")
         for name in ("disable_fallback", "disable_any_whitespace"):
             boolean(f"structured_outputs: {name}", getattr(self, name))
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if self.json_object is False:
             given.remove("json_object")
         if len(given) != 1:
-            raise InvalidRequest(
-                "structured_outputs needs exactly one of json, json_object, regex, choice and "
-                f"grammar, got {' and '.join(given) or 'none'}"
+            raise refusal(
+                "structured_outputs",
+                "needs exactly one of json, json_object, regex, choice and grammar, got "
+                f"{' and '.join(given) or 'none'}",
             )
         self._check(given[0])
 
@@ -60,18 +60,16 @@ class StructuredOutputsParams:
             boolean("structured_outputs: json_object", self.json_object)
         elif kind == "choice":
             if isinstance(self.choice, str):
-                raise InvalidRequest("structured_outputs: choice must be a list of strings")
+                raise refusal("structured_outputs: choice", "must be a list of strings")
             self.choice = strings("structured_outputs: choice", self.choice)
             if not self.choice:
-                raise InvalidRequest("structured_outputs: choice lists nothing to choose from")
+                raise refusal("structured_outputs: choice", "lists nothing to choose from")
         else:
             _text(kind, getattr(self, kind))
         if self.whitespace_pattern is not None:
             _text("whitespace_pattern", self.whitespace_pattern)
             if kind not in ("json", "json_object"):
-                raise InvalidRequest(
-                    f"structured_outputs: whitespace_pattern is for json, not {kind}"
-                )
+                raise refusal("structured_outputs: whitespace_pattern", f"is for json, not {kind}")
 
 
 GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
@@ -83,10 +81,10 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams | None:
         known = {field.name for field in fields(StructuredOutputsParams)}
         unknown = [key for key in value if key not in known]
         if unknown:
-            raise InvalidRequest(f"{name}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+            raise refusal(f"{name}:", f"{unknown[0]!r} is not one of {', '.join(sorted(known))}")
         return StructuredOutputsParams(**value)
     if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise InvalidRequest(f"{name} must be StructuredOutputsParams or a dict, got {value!r:.80}")
+        raise refusal(name, f"must be StructuredOutputsParams or a dict, got {value!r:.80}")
     return value
 
 
@@ -97,19 +95,19 @@ def _schema(value: Any) -> Any:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{where} is not valid JSON: {error}") from None
+            raise refusal(where, f"is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{where} must be a JSON schema, an object, got {value!r:.80}")
+        raise refusal(where, f"must be a JSON schema, an object, got {value!r:.80}")
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where} is not a JSON schema: {error}") from None
+        raise refusal(where, f"is not a JSON schema: {error}") from None
     return value
 
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(
-            f"structured_outputs: {name} must be a non-empty string, got {value!r:.80}"
+        raise refusal(
+            f"structured_outputs: {name}", f"must be a non-empty string, got {value!r:.80}"
         )
     check_unicode(f"structured_outputs: {name}", value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from octavo.runtime.module_calls import ModuleCall, StepProgram, StepSize, inter
 from octavo.runtime.plans import Plan, current_plan, gpu_plan_name
 from octavo.runtime.program_loader import import_program
 from octavo.runtime.record_program import MAX_DECODE, kernel_modules, record_module
+from octavo.runtime.whole_file import write_whole
 
 CONTEXT = 1024  # tokens that a sequence of a decode step attends to on average
 MANY_TOKENS = 8192  # of a step in the last row bucket
@@ -359,20 +359,9 @@ def write_plan(
     """
     content = (json.dumps(plan, indent=1) + "\n").encode()
     name = path.as_posix()
-    _replace(artifact.root / path, content)
+    write_whole(artifact.root / path, content)
     added = {**(binaries or {}), name: _entry(content, "plan")}
     files = dict(sorted({**artifact.manifest.files, **added}.items()))
     manifest = replace(artifact.manifest, files=files)
     assert manifest.artifact_id == artifact.manifest.artifact_id, f"{name} is in the content id"
-    _replace(artifact.root / "manifest.json", manifest.to_json().encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(artifact.root / "manifest.json", manifest.to_json().encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 
 from octavo.runtime.request import Rank, Request
@@ -49,6 +49,12 @@ class WaitingQueue:
         heappop(self._heap)
         del self._waiting[request.request_id]
         return request
+
+    def ended(self, request: Request) -> None:
+        """Told of each request that was taken and runs no more."""
+
+    def check(self, running: Collection[str]) -> None:
+        """Raise InvariantError when what is known of those that ``running`` names is wrong."""
 
     def remove(self, request: Request) -> None:
         """Take a request out; nothing when it does not wait."""

@@ -74,6 +74,15 @@ TINY: dict[str, Callable[[], Any]] = {
 MORE: dict[str, Callable[[], Any]] = {
     "cohere2": _factory("cohere2", {**_GEMMA, "head_dim": 16}),
     "gemma": _factory("gemma", _LLAMA, head_dim=16),
+    # Two global layers among five local ones: of the local groups the last has an empty place.
+    "gemma3-local": _factory(
+        "gemma3_text",
+        _GEMMA,
+        query_pre_attn_scalar=24,
+        num_hidden_layers=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2
+        + ["sliding_attention"],
+    ),
     "glm": _factory("glm", _LLAMA, head_dim=16),
     "gpt_bigcode": _factory("gpt_bigcode", _GPT2, n_inner=128),
     "gptj": _factory("gptj", _GPT2, rotary_dim=8),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ir.graph import Graph
+from octavo.ir.graph import Graph, Value
 from octavo.ir.interpret import WeightSource, interpret
 from octavo.ir.ops.paged import KVState
 from octavo.ir.types import KVType
@@ -19,6 +19,7 @@ BLOCK_SIZE = 4
 # Past the window of 8, and across blocks; the second sequence ends in the middle of a block.
 SEQUENCES = [[7, 42, 3, 3, 250, 17, 99, 128, 5, 64, 31], [200, 1, 77, 13, 8, 190]]
 BLOCKS = [[5, 2, 7], [3, 6]]
+NUM_BLOCKS = 8  # of a block group; those of the next group follow
 CHUNKS = [(7, 5), (4, 1)]
 
 
@@ -41,10 +42,15 @@ def logits_of_one(graph: Graph, ids: list[int], weights: WeightSource | WeightCa
 def logits_in_chunks(graph: Graph, weights: WeightSource | WeightCache) -> list[Tensor]:
     """Logits of each sequence by a paged graph, in steps that hold a chunk of every sequence."""
     kv_type = next(value.type for value in graph.inputs if isinstance(value.type, KVType))
-    kv = KVState.empty(kv_type, num_blocks=8, block_size=BLOCK_SIZE)
+    num_groups = next((v.shape[0] for v in graph.inputs if _is_grouped(v)), 1)
+    kv = KVState.empty(kv_type, num_blocks=num_groups * NUM_BLOCKS, block_size=BLOCK_SIZE)
     done, found = [0] * len(SEQUENCES), [[] for _ in SEQUENCES]
     for chunk in CHUNKS:
         step = _step(done, chunk)
+        if num_groups > 1:
+            shifts = torch.arange(num_groups) * NUM_BLOCKS
+            step["slot_mapping"] = step["slot_mapping"] + shifts[:, None] * BLOCK_SIZE
+            step["block_table"] = (step["block_table"] + shifts[:, None, None]).int()
         inputs = {v.name: kv if v.name == "kv" else step[v.name] for v in graph.inputs}
         logits = interpret(graph, inputs, weights)[0]
         assert isinstance(logits, Tensor)
@@ -52,6 +58,10 @@ def logits_in_chunks(graph: Graph, weights: WeightSource | WeightCache) -> list[
             found[index].append(rows)
         done = [a + b for a, b in zip(done, chunk, strict=True)]
     return [torch.cat(rows) for rows in found]
+
+
+def _is_grouped(value: Value) -> bool:
+    return value.name == "block_table" and value.tensor.rank == 3
 
 
 def _step(done: list[int], chunk: tuple[int, ...]) -> dict[str, Tensor]:

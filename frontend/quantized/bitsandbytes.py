@@ -72,9 +72,10 @@ def _check_none_is_bare(store: TensorStore, weights: Mapping[str, PackedMatrix])
 
 class _Nf4Matrix(PackedMatrix):
     def __init__(self, store: TensorStore, name: str) -> None:
-        sides = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-        present = [f"{name}.{side}" for side in sides if f"{name}.{side}" in store.names()]
-        super().__init__(store, name, (name, f"{name}{_STATE}nf4", *present))
+        nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
+        self._is_nested = any(side in store.names() for side in nested)
+        sides = [f"{name}.absmax", f"{name}.quant_map", *(nested if self._is_nested else [])]
+        super().__init__(store, name, (name, f"{name}{_STATE}nf4", *sides))
 
     @cached_property
     def _state(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class _Nf4Matrix(PackedMatrix):
     def _read_scales(self, blocks: int) -> Tensor:
         """f32[blocks]"""
         absmax = f"{self.name}.absmax"
-        if f"{self.name}.nested_absmax" not in self.store.names():
+        if not self._is_nested:
             check_part(self.store, absmax, self.name, shape=(blocks,), dtypes=(torch.float32,))
             return self.store.read(absmax)
         check_part(self.store, absmax, self.name, shape=(blocks,), dtypes=(torch.uint8,))

@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from octavo.frontend.quantized.compressed_integers import (
     IntegerMatrix,
     Mxfp4Matrix,
@@ -36,7 +38,8 @@ _FORMATS = (
     "naive-quantized",
     "mxfp4-pack-quantized",
 )
-_CODES = (".weight_packed", ".weight_scale")
+_ENDINGS = (".weight_packed", ".weight_scale", ".weight")
+_CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 def find_compressed(store: TensorStore, config: Mapping[str, Any]) -> Found:
@@ -66,8 +69,8 @@ def _stems(store: TensorStore) -> list[str]:
     stems = {
         name.removesuffix(ending): None
         for name in store.names()
-        for ending in _CODES
-        if name.endswith(ending)
+        for ending in _ENDINGS
+        if name.endswith(ending) and (ending != ".weight" or store.info(name).dtype in _CODES)
     }
     return list(stems)
 

@@ -114,7 +114,6 @@ class Fp8Matrix(PackedMatrix):
         self._block = block
         self._x_block = x_block
         self._rounds_x = rounds_x
-        part_info(store, scales, name)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from octavo.frontend.quantized.packed_matrix import PackedMatrix, check_scales
+from octavo.frontend.quantized.packed_matrix import PackedMatrix, check_scales, part_info
 from octavo.frontend.weights import TensorInfo, TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
@@ -47,6 +47,8 @@ class PackedStore:
         self.explained = dict(found.explained)
         hidden = {*self.explained, *self._kv_scales.values()}
         for name, weight in self._weights.items():
+            for part in weight.parts:
+                part_info(stored, part, name)
             if name in stored.names() and name not in weight.parts:
                 raise OctavoError(
                     f"{name} is stored twice, as it is and quantised ({weight.parts[0]}); expected"

@@ -10,6 +10,12 @@ from octavo.frontend.quantized.packed_store import refuse_setting
 from octavo.ir.errors import OctavoError
 
 _METHOD = "compressed-tensors"
+# Codes that can be read, by format: as they lie, or packed.
+_PLAIN = (("int", 8), ("float", 8))
+_WEIGHTS = {
+    "pack-quantized": (("int", 4), ("int", 8)),
+    "mxfp4-pack-quantized": (("float", 4),),
+}
 _X = {("int", 8): "i8", ("float", 8): "f8e4m3"}
 
 
@@ -35,10 +41,8 @@ class WeightSettings:
                 " and the weights are of different checkpoints"
             )
         kind, bits = str(weights.get("type", "int")), int(weights.get("num_bits", 8))
-        allowed = (4, 8) if form == "pack-quantized" else (8,)
-        allowed = (4,) if form == "mxfp4-pack-quantized" else allowed
-        if kind not in ("int", "float") or bits not in allowed:
-            raise refuse_setting(_METHOD, f"{form} weights of {kind}{bits}", "use 8 bits, or int4")
+        if (kind, bits) not in _WEIGHTS.get(form, _PLAIN):
+            raise refuse_setting(_METHOD, f"{form} weights of {kind}{bits}", "use int4 or 8 bits")
         x, x_block = _x(group.get("input_activations"))
         return cls(
             form,

@@ -63,6 +63,12 @@ def allowed_pairs(
     return allowed
 
 
+def first_seen(position: int, window: int | None, chunk: int | None) -> int:
+    """The oldest position that a causal query at ``position`` sees; no later one sees older."""
+    oldest = 0 if window is None else max(0, position - window + 1)
+    return oldest if chunk is None else max(oldest, position // chunk * chunk)
+
+
 @op
 def attention(
     q: Tensor,

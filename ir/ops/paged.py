@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ir.errors import VerifyError
-from octavo.ir.ops.attention import allowed_pairs, attend, check_heads
+from octavo.ir.ops.attention import allowed_pairs, attend, check_heads, first_seen
 from octavo.ir.ops.registry import op
 from octavo.ir.ops.rotary import check_rotary, rotary
 from octavo.ir.types import KVType, TensorType
@@ -128,10 +128,17 @@ def paged_attention(
         first, last = query_start[s : s + 2].tolist()
         if first == last:
             continue
-        blocks = block_table[s, : -(-length // keys.shape[1])].long()
-        k, v = (x[blocks].flatten(0, 1)[:length].transpose(0, 1) for x in (keys, values))
-        ticks = torch.arange(length, device=q.device)
-        allowed = allowed_pairs(ticks[length - (last - first) :], ticks, True, window, chunk)
+        start = length - (last - first)
+        # What no token of the step sees is not read: those blocks may be gone.
+        oldest = first_seen(start, window, chunk)
+        begin = oldest // keys.shape[1] * keys.shape[1]
+        blocks = block_table[s, begin // keys.shape[1] : -(-length // keys.shape[1])].long()
+        k, v = (
+            x[blocks].flatten(0, 1)[oldest - begin : length - begin].transpose(0, 1)
+            for x in (keys, values)
+        )
+        ticks = torch.arange(oldest, length, device=q.device)
+        allowed = allowed_pairs(ticks[start - oldest :], ticks, True, window, chunk)
         out[first:last] = attend(
             q[first:last].transpose(0, 1), k, v, sinks, None, allowed, scale=scale, softcap=softcap
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.bench.roofline import Roofline
 from octavo.ir.errors import OctavoError
+from octavo.runtime.whole_file import write_whole
 
 SCHEMA = 1
 
@@ -212,6 +213,6 @@ def with_efficiency(figures: Sequence[Decode]) -> list[Decode]:
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write the file, and its folder if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results.to_json(), encoding="utf-8")
+    """Write the file, and its folder if there is none. It is there whole or as it was before: a
+    run that saves after each part may end in the middle of it."""
+    write_whole(path, results.to_json().encode())

@@ -23,10 +23,10 @@ from octavo.runtime.schedule_simulator import CostModel, Simulation, Simulator, 
 from octavo.runtime.scheduler import Scheduler, SchedulerConfig
 
 _LENGTHS = ("prompt_tokens", "output_tokens", "max_tokens")
-_URGENCY = ("priority", "deadline_ms", "queue_timeout_ms")
+_URGENCY = ("priority", "deadline_ms", "queue_timeout_ms", "client")
 _EXPECTED = (
     "expected an object with arrival_ms, prompt_tokens and output_tokens, and perhaps max_tokens, "
-    "priority, deadline_ms, queue_timeout_ms"
+    "priority, deadline_ms, queue_timeout_ms, client"
 )
 
 
@@ -35,7 +35,8 @@ class PolicyFigures:
     """What a policy made of a trace. Times in seconds; None where nobody was there to measure.
 
     ``urgent`` are the requests of the most urgent priority in the trace. A deadline is met when the
-    whole answer was there in time.
+    whole answer was there in time. The worst client is the one that waits longest for a first token
+    at the median.
     """
 
     policy: str
@@ -44,6 +45,7 @@ class PolicyFigures:
     ttft_p50: float | None
     ttft_p99: float | None
     urgent_ttft_p99: float | None
+    worst_client_ttft_p50: float | None
     latency_p50: float | None
     latency_p99: float | None
     deadlines_met: float | None
@@ -94,7 +96,8 @@ def _traced(row: Any) -> TraceRequest:
 
 def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """Poisson arrivals, ``rate`` a second, of three kinds: a third are chats that are wanted within
-    15 s (priority 0), a third may take a minute (1), and the rest are long and may wait (2).
+    15 s (priority 0), a third may take a minute (1), and the rest are long and may wait (2). Each
+    kind is from a client of its own.
 
     Lengths are log-normal; users allow the next power of two of what they get.
     """
@@ -111,7 +114,7 @@ def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
                 _lognormal(rng, prompt),
                 output_tokens,
                 1 << (output_tokens - 1).bit_length(),
-                Urgency(priority, deadline_ms),
+                Urgency(priority, deadline_ms, client=f"client {priority}"),
             )
         )
     return trace
@@ -146,6 +149,10 @@ def _figures(policy: str, simulation: Simulation) -> PolicyFigures:
     urgent = [o for o in outcomes if o.request.urgency.priority == most_urgent]
     ttfts = [o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]
     urgent_ttfts = [o.ttft_seconds for o in urgent if o.ttft_seconds is not None]
+    by_client: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        if outcome.ttft_seconds is not None:
+            by_client.setdefault(outcome.request.urgency.client, []).append(outcome.ttft_seconds)
     latencies = [o.latency_seconds for o in outcomes if o.is_done]
     due = [o.is_done for o in outcomes if o.request.urgency.deadline_ms is not None]
     return PolicyFigures(
@@ -155,6 +162,10 @@ def _figures(policy: str, simulation: Simulation) -> PolicyFigures:
         ttft_p50=percentile(ttfts, 50),
         ttft_p99=percentile(ttfts, 99),
         urgent_ttft_p99=percentile(urgent_ttfts, 99),
+        worst_client_ttft_p50=max(
+            (p for each in by_client.values() if (p := percentile(each, 50)) is not None),
+            default=None,
+        ),
         latency_p50=percentile(latencies, 50),
         latency_p99=percentile(latencies, 99),
         deadlines_met=sum(due) / len(due) if due else None,
@@ -228,6 +239,7 @@ def policy_grid(figures: Sequence[PolicyFigures]) -> Grid:
         "TTFT p50 s",
         "p99 s",
         "urgent p99 s",
+        "worst client p50 s",
         "latency p50 s",
         "p99 s",
         "deadlines met",
@@ -241,7 +253,14 @@ def policy_grid(figures: Sequence[PolicyFigures]) -> Grid:
             f"{f.num_ended_early:,}",
             *map(
                 _seconds,
-                (f.ttft_p50, f.ttft_p99, f.urgent_ttft_p99, f.latency_p50, f.latency_p99),
+                (
+                    f.ttft_p50,
+                    f.ttft_p99,
+                    f.urgent_ttft_p99,
+                    f.worst_client_ttft_p50,
+                    f.latency_p50,
+                    f.latency_p99,
+                ),
             ),
             "" if f.deadlines_met is None else f"{f.deadlines_met:.0%}",
             f"{f.num_preemptions:,}",

@@ -114,9 +114,9 @@ class Suite:
         if plan.startup:  # first: the process needs the memory that the engine takes below
             self._part("start-up", self._startup)
         if plan.batch_sizes or plan.prefill or plan.requests or plan.profile:
-            self._part("load", self._measure_engine)
+            is_loaded = self._part("load", self._measure_engine)
             self._release()
-        if plan.profile:
+        if plan.profile and is_loaded:  # else the same would end it, and be said twice
             self._part("modules of a decode step", self._profile_modules)
             self._release()
         if plan.compare_hf:
@@ -217,17 +217,20 @@ class Suite:
             self._part(f"Hugging Face, batch {batch_size}", partial(measure, batch_size))
         self.results.decode.extend(with_efficiency(figures))
 
-    def _part(self, name: str, measure: Callable[[], None]) -> None:
-        """Measure a part; an error in it is noted, and ends it alone."""
+    def _part(self, name: str, measure: Callable[[], None]) -> bool:
+        """Whether a part was measured; an error in it is noted, and ends it alone."""
         self._show(name)
+        is_measured = False
         try:
             if time.monotonic() > self._deadline:
                 raise OctavoError("not begun, the time was up")
             measure()
+            is_measured = True
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             self.results.failures.append(f"{name}: {type(error).__name__}: {reason}")
         self._save(self.results)
+        return is_measured
 
     def _release(self) -> None:
         gc.collect()

@@ -174,6 +174,26 @@ def count_fallbacks(stage: Stage) -> Counter[str]:
     return Counter(match[1] for line in lines if (match := _FALLBACK.fullmatch(line)))
 
 
+def read_loss(directory: Path) -> dict[str, str] | None:
+    """What tests/loss.json says, in words; None where there is no such file."""
+    path = directory / "tests" / "loss.json"
+    if not path.is_file():
+        return None
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "tokens of text": f"{body['num_tokens']:,}",
+            "perplexity": f"{body['perplexity']:.4f}",
+            "unquantised": f"{body['reference_perplexity']:.4f}",
+            "increase": f"{body['perplexity_increase']:+.2%}",
+            "KL divergence, mean": f"{body['kl_mean']:.3g} nats",
+            "KL divergence, 99th percentile": f"{body['kl_p99']:.3g} nats",
+            "same top token": f"{body['top1_agreement']:.2%}",
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise OctavoError(f"{path}: damaged ({error}); compile the model again") from error
+
+
 def bytes_by_role(manifest: Manifest) -> dict[str, tuple[int, int]]:
     """For each role its number of files and their bytes, the largest first."""
     sizes: dict[str, list[int]] = defaultdict(list)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octavo.cli.counts import parse_counts
 from octavo.ir.errors import OctavoError
 
 _DEFAULT_BATCH_SIZES = "1,4,8,16"
@@ -92,12 +93,12 @@ def bench(
         require_matplotlib()
     others = prefill or requests is not None or startup or profile is not None
     if batch_size is None:
-        batch_size = "" if others and not compare_hf else _DEFAULT_BATCH_SIZES
+        batch_size = None if others and not compare_hf else _DEFAULT_BATCH_SIZES
     options: dict[str, Any] = {"load_format": load_format, "quantization": quantization}
     if gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = gpu_memory_utilization
     plan = Plan(
-        batch_sizes=_batch_sizes("--batch-size", batch_size),
+        batch_sizes=parse_counts("--batch-size", batch_size) if batch_size is not None else (),
         input_len=input_len,
         output_len=output_len,
         prefill=tuple(map(_prompts, prefill or ())),
@@ -105,7 +106,7 @@ def bench(
         requests_name=requests.name if requests is not None else "",
         startup=startup,
         compare_hf=compare_hf,
-        profile=_batch_sizes("--profile", profile or ""),
+        profile=parse_counts("--profile", profile) if profile is not None else (),
         repeats=repeats,
         options=options,
     )
@@ -116,12 +117,6 @@ def bench(
         write_results(results, output)
     if plot is not None:
         draw(results, plot)
-
-
-def _batch_sizes(option: str, text: str) -> tuple[int, ...]:
-    if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise OctavoError(f"{option} {text!r}: expected numbers with commas, such as 1,4,8,16")
-    return tuple(sorted({int(size) for size in text.split(",") if size}))
 
 
 def _prompts(text: str) -> tuple[int, int]:

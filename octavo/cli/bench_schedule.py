@@ -15,12 +15,13 @@ def bench_schedule(
         Path | None,
         typer.Argument(
             help="Requests as JSON lines with arrival_ms, prompt_tokens, output_tokens, and maybe "
-            "max_tokens, priority, deadline_ms, queue_timeout_ms. Made up where none is given."
+            "max_tokens, priority, deadline_ms, queue_timeout_ms, client. Made up where none is "
+            "given."
         ),
     ] = None,
     policies: Annotated[
         str, typer.Option(metavar="NAME,...", help="Compare these policies.")
-    ] = "fcfs,priority,edf,shortest",
+    ] = "fcfs,priority,edf,shortest,fair",
     num_requests: Annotated[int, typer.Option(min=1, help="Of a trace that is made up.")] = 500,
     rate: Annotated[float, typer.Option(min=0.001, help="Its requests a second.")] = 12.0,
     seed: Annotated[int, typer.Option(help="Of its random lengths and arrivals.")] = 0,

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 TUNE_SECONDS = 300.0
+LOSS_TOKENS = 1024
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -42,13 +43,39 @@ def compile_command(
         typer.Option(
             metavar="NAME|FILE",
             help="How linears are quantised: int8, int4, int4-g32, int4-g64, int4-asym, fp8, "
-            "fp8-tensor, fp8-block, int8-w8a8, mxfp4, nf4, balanced, or a .yaml recipe.",
+            "fp8-tensor, fp8-block, int8-w8a8, mxfp4, nf4, balanced, auto with --budget-gb, or a "
+            ".yaml recipe.",
         ),
     ] = None,
     quant_head: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="How the LM head is quantised; left out, it is not."),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="UTF-8 text with which codes are chosen."),
+    ] = None,
+    quant_method: Annotated[
+        Literal["rtn", "gptq", "awq"] | None,
+        typer.Option(help="How codes are chosen; gptq with --calibration, else rtn: to nearest."),
+    ] = None,
+    calibration_samples: Annotated[
+        int, typer.Option(min=1, help="Samples of the text, spread over all of it.")
+    ] = 128,
+    calibration_length: Annotated[int, typer.Option(min=2, help="Tokens of each sample.")] = 512,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="GPTQ: columns of the largest inputs first.")
+    ] = False,
+    budget_gb: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="With --quant auto: 10^9 bytes that all weights may take."),
+    ] = None,
+    loss_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of a text on which a quantised artifact is compared; 0 for none."
+        ),
+    ] = LOSS_TOKENS,
     random_weights: Annotated[
         int | None,
         typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
@@ -77,7 +104,11 @@ def compile_command(
     another number.
     """
     with _keeping_what_is_made():
-        from octavo.compile import compile_model
+        from octavo.calibrate.calibrate import Calibration
+        from octavo.calibrate.gptq import GPTQOptions
+        from octavo.calibrate.plan import CalibrationRequest
+        from octavo.calibrate.sequences import CalibrationOptions
+        from octavo.compile import compile_model, recipe_path
 
     with _ending_on_sigterm():
         report = compile_model(
@@ -87,6 +118,16 @@ def compile_command(
             target=target,
             quant=quant,
             quant_head=quant_head,
+            calibration=CalibrationRequest(
+                calibration,
+                Calibration(
+                    quant_method or ("gptq" if calibration else "rtn"),
+                    CalibrationOptions(calibration_samples, calibration_length),
+                    GPTQOptions(act_order=act_order),
+                ),
+                budget_gb,
+            ),
+            loss_tokens=loss_tokens,
             random_weights=random_weights,
             with_weights=with_weights,
             tune_seconds=TUNE_SECONDS if tune else 0.0,
@@ -95,6 +136,9 @@ def compile_command(
         )
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)
+    if quant == "auto":
+        print(f"the recipe that was chosen, to edit and give to --quant: {recipe_path(output)}")
+        print(recipe_path(output).read_text("utf-8"), end="")
     print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))
 
 

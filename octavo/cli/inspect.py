@@ -16,7 +16,7 @@ from rich.text import Text
 
 from octavo.cli import artifact
 from octavo.ir.errors import OctavoError
-from octavo.ir.manifest import KVSlot, Manifest
+from octavo.ir.manifest import KVSlot, Manifest, num_groups
 
 PIPE_WIDTH = UNBROKEN_WIDTH = 1000
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
@@ -70,6 +70,7 @@ def _print_summary(
     console: Console, directory: Path, manifest: Manifest, stages: list[artifact.Stage]
 ) -> None:
     _print_model(console, directory, manifest)
+    _print_loss(console, directory)
     _print_sizes(console, manifest)
     _print_stages(console, stages)
     _print_kernels(console, artifact.read_kernels(directory))
@@ -120,12 +121,27 @@ def _describe_quantization(manifest: Manifest) -> str:
     return ": ".join(filter(None, (manifest.quantization or "none", schemes)))
 
 
+def _print_loss(console: Console, directory: Path) -> None:
+    """What quantising cost on a short text, if it was measured."""
+    loss = artifact.read_loss(directory)
+    if loss is None:
+        return
+    table = _table("Loss", "measure", "count")
+    for name, value in loss.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
 def _describe_slots(slots: tuple[KVSlot, ...]) -> str:
     """Slots of one kind counted together: ``30 x 3 heads of 64``."""
     kinds = dict.fromkeys(slots, 0)
     for slot in slots:
         kinds[slot] += 1
-    return ", ".join(f"{count} x {_describe_slot(slot)}" for slot, count in kinds.items())
+    texts = []
+    for slot, count in kinds.items():
+        group = f" in block group {slot.group}" if num_groups(slots) > 1 else ""
+        texts.append(f"{count} x {_describe_slot(slot)}{group}")
+    return ", ".join(texts)
 
 
 def _describe_slot(slot: KVSlot) -> str:
@@ -133,7 +149,8 @@ def _describe_slot(slot: KVSlot) -> str:
     if slot.v_head_dim != slot.head_dim:
         dims += f" (values {slot.v_head_dim})"
     window = "" if slot.window is None else f", window {slot.window}"
-    return f"{slot.num_kv_heads} heads of {dims}{window}"
+    chunk = "" if slot.chunk is None else f", chunks of {slot.chunk}"
+    return f"{slot.num_kv_heads} heads of {dims}{window}{chunk}"
 
 
 def _print_sizes(console: Console, manifest: Manifest) -> None:

@@ -12,9 +12,11 @@ from typer.exceptions import TyperException
 import octavo
 from octavo.cli.bench import bench
 from octavo.cli.bench_schedule import bench_schedule
+from octavo.cli.bench_serve import bench_serve
 from octavo.cli.chat import chat
 from octavo.cli.check import check
 from octavo.cli.compile import compile_command
+from octavo.cli.evaluate import evaluate
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.serve import serve
@@ -62,6 +64,11 @@ app.command(
     "octavo compile config.json -o random --random-weights 0",
 )(compile_command)
 app.command(
+    "evaluate",
+    epilog="Examples:\n\noctavo evaluate smollm2-int4 --against ./SmolLM2-135M-Instruct\n\n"
+    "octavo evaluate smollm2-int4 --against smollm2 --text book.txt --context 1024 --json",
+)(evaluate)
+app.command(
     "generate",
     epilog='Examples:\n\noctavo generate smollm2 -p "Once upon a time"\n\n'
     'octavo generate smollm2 -p "One" -p "Two" --max-tokens 32 --temperature 0.8 --seed 1\n\n'
@@ -99,6 +106,11 @@ app.command(
     "octavo bench schedule trace.jsonl --policies fcfs,priority --output figures.json\n\n"
     "octavo bench schedule --overhead",
 )(bench_schedule)
+app.command(
+    "bench serve",
+    epilog="Examples:\n\noctavo bench serve smollm2\n\n"
+    "octavo bench serve smollm2 --streams 1,64 --repeats 5 --output figures.json",
+)(bench_serve)
 app.command(
     "tune",
     epilog="Examples:\n\noctavo tune llama\n\noctavo tune llama --seconds 60",

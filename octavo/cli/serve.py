@@ -53,6 +53,20 @@ def serve(
         float | None, typer.Option(help="Share of the GPU's memory to use.")
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None,
+    enable_prefix_caching: Annotated[
+        bool | None, typer.Option(help="Share KV blocks of equal prompts. Default: yes.")
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        typer.Option(help="fcfs, priority, edf, shortest or fair: who runs first. Default: fcfs."),
+    ] = None,
+    ageing_ms: Annotated[
+        float | None, typer.Option(help="What waiting is worth: see docs/scheduling.md.")
+    ] = None,
+    check_invariants: Annotated[
+        bool,
+        typer.Option("--check-invariants", help="Check the books of KV blocks after each step."),
+    ] = False,
     result_cache_size: Annotated[
         int | None,
         typer.Option(help="Answers to keep for equal requests, if greedy or seeded. Default: 0."),
@@ -131,6 +145,10 @@ def serve(
         "kv_offload_gb": kv_offload_gb,
         "gpu_memory_utilization": gpu_memory_utilization,
         "block_size": block_size,
+        "enable_prefix_caching": enable_prefix_caching,
+        "scheduling_policy": scheduling_policy,
+        "ageing_ms": ageing_ms,
+        "check_invariants": check_invariants or None,
         "result_cache_size": result_cache_size,
         "seed": seed,
         "max_logprobs": max_logprobs,

@@ -73,7 +73,7 @@ def api_error_of(error: Exception, retry_after_seconds: float = 1.0) -> ApiError
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=error.param)
     if isinstance(error, QueueFull):
         return too_many(str(error), retry_after_seconds)
     if isinstance(error, (EngineStopped, EngineDeadError)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from octavo.runtime.server.api_errors import ApiError, ClientDisconnected
 from octavo.runtime.server.chat import create_chat_completion, rendering, template_messages
 from octavo.runtime.server.completions import create_completion
 from octavo.runtime.server.context import ServerContext
+from octavo.runtime.server.invalid_body import explain_invalid
 from octavo.runtime.server.middleware import (
     AccessLog,
     Authentication,
@@ -38,8 +39,9 @@ from octavo.runtime.server.protocol import (
 )
 from octavo.runtime.server.tool_parsers import parser_for_template
 
+CHAT_PATH = "/v1/chat/completions"
 PATHS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/v1/completions", CHAT_PATH, "/v1/models", "/tokenize", "/detokenize"),
     *("/", "/health", "/ready", "/version", "/metrics"),
 )
 DEFAULT_MAX_REQUEST_BYTES = 16 * 2**20
@@ -71,6 +73,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions) -> FastAPI:
         options.model_names,
         options.tool_parser or _parser(engine),
         options.trusts_chat_templates,
+        uses_keys=bool(options.api_keys),
     )
     app = FastAPI(title="Octavo", version=options.version or "0", docs_url=None, redoc_url=None)
     app.state.context = context
@@ -126,7 +129,7 @@ def _add_openai(app: FastAPI, context: ServerContext) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await create_completion(context, body, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT_PATH)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         return await create_chat_completion(context, body, request)
 
@@ -219,11 +222,14 @@ Handler = Callable[[Request, Any], Awaitable[Response]]
 
 
 def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
-    async def explained(_: Request, error: Exception) -> Response:
-        return error_response(context.explain(error))
+    async def explained(request: Request, error: Exception) -> Response:
+        explained = context.explain(error)
+        if explained.param == "prompt" and request.url.path == CHAT_PATH:
+            explained.param = "messages"  # what the prompt was made of
+        return error_response(explained)
 
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return error_response(_explain_invalid(error.errors()[0]))
+        return error_response(explain_invalid(error.errors(), error.body))
 
     async def http(_: Request, error: HTTPException) -> Response:
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -243,23 +249,3 @@ def _add_error_handlers(app: FastAPI, context: ServerContext) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-
-
-def _explain_invalid(problem: Mapping[str, Any]) -> ApiError:
-    """A problem that pydantic found with a body, in a client's words."""
-    kind, message = problem["type"], str(problem["msg"])
-    where = [str(part) for part in problem["loc"] if part != "body"]
-    if kind == "json_invalid":
-        reason = problem.get("ctx", {}).get("error", message)
-        return ApiError(400, f"the body is not JSON: {reason}")
-    if not where:
-        return ApiError(400, "the body must be a JSON object; send Content-Type: application/json")
-    if where[0] == "prompt" and kind != "missing":
-        shapes = "a string, a list of strings, a list of token ids or a list of those"
-        return ApiError(400, f"prompt must be {shapes}", param="prompt")
-    name = ".".join(where)
-    if kind == "extra_forbidden":
-        return ApiError(400, f"unknown argument: {name}", param=name, code="unknown_parameter")
-    if kind == "missing":
-        return ApiError(400, f"{name} is missing", param=name)
-    return ApiError(400, f"{name}: {message[:1].lower()}{message[1:]}", param=name)

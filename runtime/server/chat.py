@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from octavo.runtime.outputs import CompletionOutput
+from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.server.answer import Answer
 from octavo.runtime.server.api_errors import ApiError
-from octavo.runtime.server.context import (
-    ServerContext,
-    StreamedUsage,
-    Usage,
-    finished,
-    interleaved,
-    new_id,
-    note,
-    note_usage,
-    without_failure,
-)
-from octavo.runtime.server.event_stream import EventStream, event, unless_disconnected
-from octavo.runtime.server.logprobs import chat_logprobs
+from octavo.runtime.server.context import ServerContext, new_id, note
+from octavo.runtime.server.event_stream import EventStream, unless_disconnected
+from octavo.runtime.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.runtime.server.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest
-from octavo.runtime.server.sampling import arrival_of, chat_params
+from octavo.runtime.server.sampling import chat_params
 from octavo.runtime.server.tool_parsers import PARSERS, ForcedParser, ToolCall, ToolParser
 
 
@@ -110,7 +101,6 @@ class _Choice:
     def __init__(self, parser: ToolParser | None) -> None:
         self.parser = parser
         self.num_calls = 0
-        self.has_begun = False
 
     def take(self, completion: CompletionOutput) -> tuple[str, list[dict[str, Any]]]:
         """The content and the tool calls that new text completes."""
@@ -135,8 +125,8 @@ class _Choice:
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
-class _Answer:
-    """One request on its way."""
+class _Answer(Answer):
+    """The answers to one conversation."""
 
     def __init__(
         self,
@@ -147,101 +137,66 @@ class _Answer:
         params: SamplingParams,
         parser: Any,
     ) -> None:
-        self._context = context
-        self._body = body
-        self._request = request
-        self._params = params
-        self._parser = parser
-        self._arrival = arrival_of(body)
-        self._usage = Usage()
-        self._head = {
+        head = {
             "id": new_id("chatcmpl"),
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": name,
         }
+        is_plain = parser is None and not body.logprobs
+        super().__init__(context, body, request, params, head, is_plain=is_plain)
+        self._body = body
+        self._parser = parser
+        self._choices: dict[int, _Choice] = {}  # that have begun
 
-    async def whole(self) -> Response:
-        """The answer in one piece."""
-        async with self._context.submitted(
-            [await self._prompt()], self._params, "final", self._arrival
-        ) as streams:
-            [output] = await finished(streams)
-        self._usage.count(0, output)
-        choices = [self._whole_choice(completion) for completion in output.outputs]
-        usage = self._usage.to_dict()
-        note_usage(self._request, usage)
-        return JSONResponse({**self._head, "choices": choices, "usage": usage})
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer in events."""
-        streamed = StreamedUsage(self._body.stream_options, self._usage)
-        choices: dict[int, _Choice] = {}
-        async with self._context.submitted(
-            [await self._prompt()], self._params, "delta", self._arrival
-        ) as streams:
-            async for number, output in interleaved(streams):
-                self._usage.count(number, output)
-                tail = streamed.fields()
-                for delta in output.outputs:
-                    completion, error = without_failure(delta)
-                    if completion.index not in choices:
-                        choices[completion.index] = self._new_choice()
-                    if error is None or completion.text:
-                        for choice in self._deltas(choices[completion.index], completion):
-                            yield event({**self._head, "choices": [choice], **tail})
-                    if error is not None:
-                        raise error
-        usage = self._usage.to_dict()
-        note_usage(self._request, usage)
-        if streamed.is_wanted:
-            yield event({**self._head, "choices": [], "usage": usage})
-
-    async def _prompt(self) -> Any:
+    async def _prompts(self) -> list[Any]:
         messages = template_messages(self._body.messages)
         note(self._request, prompt=messages)
         prompt = await self._context.engine.prepare_chat(
             messages, **rendering(self._context, self._body)
         )
         salt = self._body.cache_salt
-        if salt is None:
-            return prompt
-        ids = list(prompt.token_ids)
-        return {"prompt": prompt.text, "prompt_token_ids": ids, "cache_salt": salt}
+        return [prompt if salt is None else replace(prompt, cache_salt=salt)]
+
+    def _whole_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        wanted = self._body.prompt_logprobs
+        if wanted is None:
+            return {}
+        [output] = outputs
+        return {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs or (), wanted)}
 
     def _new_choice(self) -> _Choice:
         return _Choice(None if self._parser is None else self._parser())
 
-    def _deltas(self, choice: _Choice, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The chunks' choices that an output of a continuation makes."""
-        deltas: list[dict[str, Any]] = []
+    def _deltas(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterator[dict[str, Any]]:
         index = completion.index
-        if not choice.has_begun:
-            choice.has_begun = True
-            start = {"role": "assistant", "content": ""}
-            deltas.append({"index": index, "delta": start, "logprobs": None, "finish_reason": None})
+        if index not in self._choices:
+            self._choices[index] = self._new_choice()
+            yield _delta(index, {"role": "assistant", "content": ""})
+        choice = self._choices[index]
         content, calls = choice.take(completion)
         logprobs = self._logprobs(completion)
         if not (content or calls or logprobs or completion.finished()):
-            return deltas
+            return
         delta: dict[str, Any] = {}
         if content or not calls:
             delta["content"] = content
         if calls:
             delta["tool_calls"] = calls
-        deltas.append(
-            {
-                "index": index,
-                "delta": delta,
-                "logprobs": logprobs,
-                "finish_reason": choice.finish_reason(completion.finish_reason),
-            }
-        )
+        reason = choice.finish_reason(completion.finish_reason)
+        found = _delta(index, delta, logprobs, reason)
         if completion.stop_reason is not None:
-            deltas[-1]["stop_reason"] = completion.stop_reason
-        return deltas
+            found["stop_reason"] = completion.stop_reason
+        yield found
 
-    def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+    def _text_delta(self, index: int, text: str) -> dict[str, Any]:
+        return _delta(index, {"content": text})
+
+    def _whole_choice(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
         choice = self._new_choice()
         content, calls = choice.take(completion)
         message: dict[str, Any] = {
@@ -270,6 +225,15 @@ class _Answer:
             self._context.engine.get_tokenizer(),
             self._body.top_logprobs or 0,
         )
+
+
+def _delta(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _parser_of(body: ChatCompletionRequest, configured: str | None) -> Any:

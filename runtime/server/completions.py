@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.server.context import (
-    ServerContext,
-    StreamedUsage,
-    Usage,
-    finished,
-    interleaved,
-    new_id,
-    note,
-    note_usage,
-    without_failure,
-)
-from octavo.runtime.server.event_stream import EventStream, event, unless_disconnected
-from octavo.runtime.server.logprobs import completion_logprobs
+from octavo.runtime.server.answer import Answer
+from octavo.runtime.server.context import ServerContext, new_id, note
+from octavo.runtime.server.event_stream import EventStream, unless_disconnected
+from octavo.runtime.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.runtime.server.protocol import CompletionRequest
-from octavo.runtime.server.sampling import arrival_of, completion_params
+from octavo.runtime.server.sampling import completion_params, is_prompt_only
 
 
 async def create_completion(
@@ -40,8 +32,8 @@ async def create_completion(
     return await unless_disconnected(request.receive, answer.whole())
 
 
-class _Answer:
-    """One request on its way."""
+class _Answer(Answer):
+    """The continuations of the prompts of one request."""
 
     def __init__(
         self,
@@ -51,67 +43,24 @@ class _Answer:
         name: str,
         params: SamplingParams,
     ) -> None:
-        self._context = context
-        self._body = body
-        self._request = request
-        self._params = params
-        self._prompts = _split(body.prompt)
-        self._arrival = arrival_of(body)
-        self._num_each = params.n
-        self._usage = Usage()
-        self._offsets: dict[int, int] = {}  # where the text of a choice goes on
-        self._head = {
+        head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": name,
         }
+        is_plain = body.logprobs is None
+        super().__init__(context, body, request, params, head, is_plain=is_plain)
+        self._body = body
+        self._offsets: dict[int, int] = {}  # where the text of a choice goes on
 
-    async def whole(self) -> Response:
-        """The answer in one piece."""
-        async with self._context.submitted(
-            await self._prepared(), self._params, "final", self._arrival
-        ) as streams:
-            outputs = await finished(streams)
-        choices = []
-        for number, output in enumerate(outputs):
-            self._usage.count(number, output)
-            for completion in output.outputs:
-                choices.append(self._choice(number, output, completion, is_first=True))
-        usage = self._usage.to_dict()
-        note_usage(self._request, usage)
-        return JSONResponse({**self._head, "choices": choices, "usage": usage})
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer in events."""
-        streamed = StreamedUsage(self._body.stream_options, self._usage)
-        async with self._context.submitted(
-            await self._prepared(), self._params, "delta", self._arrival
-        ) as streams:
-            seen: set[int] = set()
-            async for number, output in interleaved(streams):
-                self._usage.count(number, output)
-                tail = streamed.fields()
-                for delta in output.outputs:
-                    completion, error = without_failure(delta)
-                    is_first = self._index(number, completion) not in seen
-                    seen.add(self._index(number, completion))
-                    choice = self._choice(number, output, completion, is_first=is_first)
-                    if error is None or completion.text:
-                        yield event({**self._head, "choices": [choice], **tail})
-                    if error is not None:
-                        raise error
-        usage = self._usage.to_dict()
-        note_usage(self._request, usage)
-        if streamed.is_wanted:
-            yield event({**self._head, "choices": [], "usage": usage})
-
-    async def _prepared(self) -> list[Any]:
+    async def _prompts(self) -> list[Any]:
         """The prompts as LLM.generate takes them."""
-        note(self._request, prompt=self._prompts)
+        prompts = _split(self._body.prompt)
+        note(self._request, prompt=prompts)
         salt, adds = self._body.cache_salt, self._body.add_special_tokens
         prepared: list[Any] = []
-        for prompt in self._prompts:
+        for prompt in prompts:
             shape: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
             shape["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
             if adds is False and isinstance(prompt, str):
@@ -122,36 +71,47 @@ class _Answer:
             prepared.append(shape)
         return prepared
 
-    def _index(self, number: int, completion: CompletionOutput) -> int:
-        return number * self._num_each + completion.index
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        return _without_tokens(output) if is_prompt_only(self._body) else output
+
+    def _whole_choice(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        choice = self._choice(number, output, completion)
+        wanted = self._body.prompt_logprobs
+        if wanted is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), wanted)
+        return choice
 
     def _choice(
-        self, number: int, output: RequestOutput, completion: CompletionOutput, *, is_first: bool
+        self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
         index = self._index(number, completion)
         text, token_ids, logprobs = completion.text, completion.token_ids, completion.logprobs
         entries = None if logprobs is None else list(logprobs)
-        if self._body.echo and is_first:
+        if self._body.echo and index not in self._offsets:
             text = self._prompt_text(output) + text
             if entries is not None:
                 token_ids = [*output.prompt_token_ids, *token_ids]
                 entries = [*(output.prompt_logprobs or ()), *entries]
-        found = None
+        found, offset = None, self._offsets.setdefault(index, 0)
         if entries is not None:
             found, self._offsets[index] = completion_logprobs(
                 token_ids,
                 entries,
                 self._body.logprobs or 0,
-                self._offsets.get(index, 0),
+                offset,
                 lambda token_id: self._text_of([token_id]),
             )
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": found,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
+        return _plain_choice(index, text, found, completion.finish_reason, completion.stop_reason)
+
+    def _deltas(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterator[dict[str, Any]]:
+        yield self._choice(number, output, completion)
+
+    def _text_delta(self, index: int, text: str) -> dict[str, Any]:
+        return _plain_choice(index, text)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self._text_of(output.prompt_token_ids) if output.prompt is None else output.prompt
@@ -159,6 +119,34 @@ class _Answer:
     def _text_of(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, which are no part of an echoed prompt."""
         return self._context.engine.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output without what was generated, which nobody asked for."""
+    return replace(output, outputs=[_without_token(each) for each in output.outputs])
+
+
+def _without_token(completion: CompletionOutput) -> CompletionOutput:
+    if completion.finish_reason not in ("stop", "length"):
+        return completion
+    logprobs = None if completion.logprobs is None else completion.logprobs[:0]
+    return CompletionOutput(completion.index, "", [], logprobs=logprobs, finish_reason="length")
+
+
+def _plain_choice(
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+    stop_reason: int | str | None = None,
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
 
 
 def _split(prompt: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.request_stream import RequestStream
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.server.api_errors import ApiError, api_error_of, unfinished
+from octavo.runtime.server.middleware import client_of
 from octavo.runtime.server.protocol import StreamOptions
 
 
@@ -29,6 +30,7 @@ class ServerContext:
     model_names: tuple[str, ...]
     tool_parser: str | None = None
     trusts_chat_templates: bool = False
+    uses_keys: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -60,6 +62,13 @@ class ServerContext:
                 "the server with --trust-request-chat-template",
                 param="chat_template",
             )
+
+    def client(self, request: Request, user: Any) -> str:
+        """Whose request it is: the key's where there are keys, else the user's that it names, else
+        the address'. A key is not to get more by naming many users."""
+        if self.uses_keys or not isinstance(user, str):
+            return client_of(request.scope, self.uses_keys)
+        return user
 
     def explain(self, error: Exception) -> ApiError:
         """How an error is told, with an estimate of when the queue has room again."""
@@ -109,35 +118,33 @@ def without_failure(completion: CompletionOutput) -> tuple[CompletionOutput, Api
     return replace(completion, finish_reason=None, stop_reason=None), error
 
 
-async def interleaved(
-    streams: Sequence[RequestStream],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several streams as they come, with the stream's number."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+def interleaved(streams: Sequence[RequestStream]) -> AsyncIterator[RequestOutput]:
+    """Outputs of several streams as they come."""
+    return streams[0] if len(streams) == 1 else _interleaved(streams)
 
-    async def pump(number: int, stream: RequestStream) -> None:
+
+async def _interleaved(streams: Sequence[RequestStream]) -> AsyncGenerator[RequestOutput, None]:
+    queue: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: RequestStream) -> None:
         try:
             async for output in stream:
-                queue.put_nowait((number, output))
-            queue.put_nowait((number, None))
+                queue.put_nowait(output)
+            queue.put_nowait(None)
         except Exception as error:
-            queue.put_nowait((number, error))
+            queue.put_nowait(error)
 
-    pumps = [asyncio.ensure_future(pump(*numbered)) for numbered in enumerate(streams)]
+    pumps = [asyncio.ensure_future(pump(stream)) for stream in streams]
     try:
         num_open = len(streams)
         while num_open:
-            number, item = await queue.get()
-            if isinstance(item, BaseException):
+            item = await queue.get()
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 num_open -= 1
             else:
-                yield number, item
+                yield item
     finally:
         for each in pumps:
             each.cancel()
@@ -153,7 +160,8 @@ class Usage:
     def count(self, number: int, output: RequestOutput) -> None:
         """Count what an output brings: of deltas each, of finals the one."""
         self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        self._num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
+        for each in output.outputs:
+            self._num_output_tokens += len(each.token_ids)
 
     def to_dict(self) -> dict[str, Any]:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
@@ -173,11 +181,11 @@ class StreamedUsage:
     def __init__(self, options: StreamOptions | None, usage: Usage) -> None:
         self._usage = usage
         self.is_wanted = options is not None and bool(options.include_usage)
-        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+        self.is_continuous = options is not None and bool(options.continuous_usage_stats)
 
     def fields(self) -> dict[str, Any]:
         """What every chunk has of it."""
-        if self._is_continuous:
+        if self.is_continuous:
             return {"usage": self._usage.to_dict()}
         return {"usage": None} if self.is_wanted else {}
 

@@ -7,10 +7,11 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.runtime.server.api_errors import ApiError, ClientDisconnected
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
+_MARK = "\0"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -51,11 +53,30 @@ def event(data: Any) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
+class TextEvent:
+    """Events that differ in one text only, which is all that is written anew for each.
+
+    ``chunk`` makes the data of one from its text, to which nothing but the text may be due.
+    """
+
+    def __init__(self, chunk: Callable[[str], Any]) -> None:
+        # What stands before the text may be a client's; what stands after it is ours.
+        head, _, tail = event(chunk(_MARK)).rpartition(encode_basestring(_MARK).encode())
+        self._head, self._tail = head, tail
+
+    def render(self, text: str) -> bytes:
+        """The event with this text."""
+        return b"%b%b%b" % (self._head, encode_basestring(text).encode(), self._tail)
+
+
 class EventStream(Response):
     """Streams events as they come, then ``[DONE]``.
 
     The status is sent with the first event: what goes wrong before is raised, and answered with a
     status of its own. What goes wrong later becomes an event with an error in it.
+
+    Events go straight to the server where the outermost middleware has left its ``send`` in the
+    scope: those between only look at how an answer starts, at the cost of a coroutine each.
     """
 
     media_type = "text/event-stream"
@@ -73,9 +94,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Nobody is left to be told that nobody is left; the response may have begun, too.
         with suppress(ClientDisconnected):
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(receive, self._send(send, scope.get("octavo.send", send)))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_body: Send) -> None:
         async with aclosing(self._events) as events:
             data = await anext(events)
             await send(
@@ -85,19 +106,14 @@ class EventStream(Response):
                     "headers": self.raw_headers,
                 }
             )
+            await send_body(_body(data))
             try:
-                while True:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    data = await anext(events)
-            except StopAsyncIteration:
-                pass
+                async for data in events:
+                    await send_body(_body(data))
             except Exception as error:
-                explained = self._explain(error)
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": event(explained.body),
-                        "more_body": True,
-                    }
-                )
+                await send_body(_body(event(self._explain(error).body)))
         await send({"type": "http.response.body", "body": DONE})
+
+
+def _body(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}

@@ -86,6 +86,25 @@ def completion_logprobs(
     return found, offset
 
 
+def prompt_logprobs(
+    entries: Sequence[Mapping[int, Logprob] | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` in vLLM's shape: of each token, the one that stands there and the best.
+
+    ``entries`` may hold more than the ``num_top`` best; -1 is all of them.
+    """
+    return [None if entry is None else _prompt_entry(entry, num_top) for entry in entries]
+
+
+def _prompt_entry(entry: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
+    actual = next(iter(entry))  # the token of the prompt comes first
+    return {
+        str(token_id): {**value._asdict(), "logprob": _finite(value.logprob)}
+        for token_id, value in entry.items()
+        if num_top == -1 or token_id == actual or (value.rank or 0) <= num_top
+    }
+
+
 def _rank(item: tuple[int, Logprob]) -> float:
     return -item[1].logprob if item[1].rank is None else item[1].rank
 

@@ -55,6 +55,7 @@ class AccessLog:
         sent = Headers(scope=scope).get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         facts: dict[str, Any] = scope.setdefault("octavo.log", {})
+        scope["octavo.send"] = send  # for bodies, see EventStream
         started = time.monotonic()
         status = 499  # what proxies write when the client is gone
         has_begun = False
@@ -140,6 +141,14 @@ def _bearer_key(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def client_of(scope: Scope, uses_keys: bool) -> str:
+    """Who asks: the API key, or the address where there are none; empty when that is not known."""
+    if uses_keys:
+        return _bearer_key(Headers(scope=scope))
+    client: Sequence[Any] | None = scope.get("client")
+    return str(client[0]) if client else ""
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
@@ -196,18 +205,12 @@ class RateLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            wait = self._take(self._client(scope), time.monotonic())
+            wait = self._take(client_of(scope, self._uses_keys), time.monotonic())
             if wait > 0:
                 error = too_many(f"more than {self._per_minute} requests a minute; slow down", wait)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-    def _client(self, scope: Scope) -> str:
-        if self._uses_keys:
-            return _bearer_key(Headers(scope=scope))
-        client: Sequence[Any] | None = scope.get("client")
-        return str(client[0]) if client else ""
 
     def _take(self, client: str, now: float) -> float:
         """Count a request; the seconds to wait when it is one too many, else 0."""

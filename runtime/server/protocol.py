@@ -54,6 +54,8 @@ class SamplingRequest(RequestBody):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     # vLLM's, and two of Octavo's own: scheduling
     priority: int | None = None

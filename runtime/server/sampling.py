@@ -35,6 +35,8 @@ _SAME_NAMES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
 )
 # What a model's makers may recommend in generation_config.json.
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -47,11 +49,17 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
     values = _common(body, defaults)
     values["logprobs"] = body.logprobs
-    if body.echo:
-        values["prompt_logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        values["prompt_logprobs"] = _larger(body.logprobs, body.prompt_logprobs)
     if body.max_tokens is not None:
-        values["max_tokens"] = body.max_tokens
+        # The step that computes the prompt gives a token anyway, which is then left out.
+        values["max_tokens"] = 1 if is_prompt_only(body) else body.max_tokens
     return SamplingParams(**values)
+
+
+def is_prompt_only(body: CompletionRequest) -> bool:
+    """Whether the answer is the echoed prompt and nothing more."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -84,12 +92,19 @@ def _common(body: SamplingRequest, defaults: SamplingParams) -> dict[str, Any]:
         raise ApiError(400, "best_of above n cannot be streamed", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if body.logit_bias:
         values["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     structured = _structured(body)
     if structured is not None:
         values["structured_outputs"] = structured
     return values
+
+
+def _larger(count: int, other: int | None) -> int:
+    """The number of log-probabilities that is enough for both; -1 is all of them."""
+    return count if other is None else -1 if -1 in (count, other) else max(count, other)
 
 
 def _token_id(key: str) -> int:

@@ -80,7 +80,20 @@ class _Server(uvicorn.Server):
 def run_server(app: FastAPI, engine: AsyncLLM, options: ListenOptions) -> bool:
     """Serve until a signal; False when requests were cut off. The engine is the caller's to end."""
     listener = open_listener(options)
-    config = uvicorn.Config(
+    config = uvicorn_config(app, options)
+    server = _Server(config, engine, options.drain_timeout)
+    try:
+        config.load()
+        logger.warning("listening on %s", address_of(listener, config.is_ssl))
+        server.run([listener])
+    finally:
+        listener.close()
+    return not server.was_cut
+
+
+def uvicorn_config(app: FastAPI, options: ListenOptions) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
         app,
         http="httptools" if importlib.util.find_spec("httptools") else "h11",
         log_level="warning",
@@ -92,14 +105,6 @@ def run_server(app: FastAPI, engine: AsyncLLM, options: ListenOptions) -> bool:
         ssl_certfile=options.tls_certificate,
         ssl_keyfile=options.tls_key,
     )
-    server = _Server(config, engine, options.drain_timeout)
-    try:
-        config.load()
-        logger.warning("listening on %s", address_of(listener, config.is_ssl))
-        server.run([listener])
-    finally:
-        listener.close()
-    return not server.was_cut
 
 
 def open_listener(options: ListenOptions) -> socket.socket:

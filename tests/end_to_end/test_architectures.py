@@ -6,6 +6,7 @@ The rule and its tolerance are those of DESIGN section 8, see tests/hf_reference
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from octavo.ir.types import KVType
 from octavo.ir.verify import verify
 from octavo.ir.weight_cache import WeightSource
 from octavo.runtime import load
+from octavo.runtime.artifact import read_manifest
+from octavo.runtime.block_groups import block_groups, most_blocks
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
@@ -108,7 +111,22 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _load(compiled: Compiled, **options: Any) -> LLM:
-    return LLM(compiled.artifact, max_logprobs=-1, **options)
+    return LLM(compiled.artifact, max_logprobs=-1, check_invariants=True, **options)
+
+
+def _few_blocks(compiled: Compiled, block_size: int) -> dict[str, Any]:
+    """Options for a pool that little more than holds the longest sequence. Those of windowed layers
+    hold chunks of a prompt and the window: with short chunks that is few blocks too."""
+    longest = max(map(len, compiled.reference.prompts)) + NUM_NEW_TOKENS
+    groups = block_groups(read_manifest(compiled.artifact).kv_slots)
+    chunk = 0 if all(group.is_full for group in groups) else 8
+    needed = most_blocks(groups, longest - 1, chunk or longest, block_size)
+    return {
+        "block_size": block_size,
+        "max_model_len": longest,
+        "long_prefill_token_threshold": chunk,
+        "num_gpu_blocks_override": needed + 2,
+    }
 
 
 def test_the_reference_decides_enough(compiled: Compiled) -> None:
@@ -147,13 +165,7 @@ def test_a_prefix_that_was_computed_before(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_a_pool_so_small_that_requests_are_preempted(compiled: Compiled, block_size: int) -> None:
-    longest = max(map(len, compiled.reference.prompts)) + NUM_NEW_TOKENS
-    llm = _load(
-        compiled,
-        block_size=block_size,
-        max_model_len=longest,
-        num_gpu_blocks_override=-(-longest // block_size) + 2,
-    )
+    llm = _load(compiled, **_few_blocks(compiled, block_size))
     outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
     compiled.check(outputs, f"few blocks of {block_size}")
     assert llm.stats().num_preemptions > 0, "the pool was not small enough to prove anything"
@@ -163,14 +175,7 @@ def test_blocks_that_went_to_host_memory_and_back(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
-    longest = max(map(len, compiled.reference.prompts)) + NUM_NEW_TOKENS
-    llm = _load(
-        compiled,
-        block_size=4,
-        max_model_len=longest,
-        num_gpu_blocks_override=-(-longest // 4) + 2,
-        kv_offload_gb=0.01,
-    )
+    llm = _load(compiled, **_few_blocks(compiled, 4), kv_offload_gb=0.01)
     outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
     compiled.check(outputs, "host memory")
     assert llm.stats().num_loaded_blocks > 0, "nothing came back"
@@ -195,15 +200,17 @@ def test_every_stage_verifies_round_trips_and_interprets(compiled: Compiled) -> 
 def _inputs(graph: Graph, ids: list[int]) -> dict[str, Tensor | KVState]:
     """One prompt as the inputs of any stage: before and after attention became paged."""
     block_size, count = 4, len(ids)
-    num_blocks = -(-count // block_size)
+    grouped = [v.shape[0] for v in graph.inputs if v.name == "slot_mapping" and v.type.rank == 2]
+    num_blocks = -(-count // block_size) * math.prod(grouped)
     # Block 0 is the null block, and the blocks of a sequence need not be in order.
-    table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
+    table = torch.arange(num_blocks, 0, -1, dtype=torch.int32).view(*grouped, 1, -1)
     places = torch.arange(count)
+    blocks = table[..., 0, places // block_size].long()
     known = {
         "ids": torch.tensor(ids),
         "positions": places,
-        "slot_mapping": table.long()[places // block_size] * block_size + places % block_size,
-        "block_table": table[None],
+        "slot_mapping": blocks * block_size + places % block_size,
+        "block_table": table,
         "query_start": torch.tensor([0, count], dtype=torch.int32),
         "seq_lens": torch.tensor([count], dtype=torch.int32),
         "logit_rows": places,

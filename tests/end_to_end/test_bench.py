@@ -152,6 +152,14 @@ def test_nothing_is_begun_when_the_time_is_up(tiny_artifact: Path) -> None:
         suite.run()
 
 
+def test_a_profile_beyond_the_models_length_is_refused_once(tiny_artifact: Path) -> None:
+    suite = Suite(tiny_artifact, Plan(profile=(1,), input_len=10**6, repeats=1), [])
+    with pytest.raises(OctavoError, match="nothing was measured: load: InvalidRequest") as caught:
+        suite.run()
+    assert "is beyond the model's own maximum" in str(caught.value)
+    assert "modules of a decode step" not in str(caught.value)
+
+
 def test_a_config_alone_runs_with_random_weights(tiny_checkpoint: Path) -> None:
     with artifact_of(tiny_checkpoint / "config.json") as path:
         results = Suite(path, Plan(prefill=((1, 4),), repeats=1), []).run()

@@ -22,12 +22,14 @@ from safetensors.torch import load_file
 from state_dict_weights import StateDictWeights
 from torch import Tensor
 
-from octavo.codegen.generate import generate
+from octavo.codegen.generate import generate, kv_slots
 from octavo.codegen.target import resolve_target
 from octavo.frontend.trace import Imported
 from octavo.ir.graph import Graph
+from octavo.ir.manifest import num_groups
 from octavo.ir.types import DTYPES, KVType
 from octavo.passes.pipeline import run_pipeline
+from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches
 
 pytest.importorskip("triton")
 
@@ -38,6 +40,7 @@ SEQUENCES = [
     [200, 1, 77, 13, 8, 190],
 ]
 BLOCKS = [[5, 2], [3, 0]]
+NUM_BLOCKS = 8  # of a block group; those of the next group follow
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gpt2")
 
 
@@ -60,6 +63,7 @@ class Runner:
     """A program and what its sequences have seen so far; ``rows`` are the logits it gave."""
 
     program: Any
+    num_groups: int
     done: list[int] = field(default_factory=lambda: [0] * len(SEQUENCES))
     rows: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in SEQUENCES])
 
@@ -70,11 +74,12 @@ class Runner:
         padding = [0] * (spare_tokens + spare_seqs)
         slots = [BLOCKS[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in tokens]
         starts = torch.tensor([0, *counts, *[1] * spare_seqs]).cumsum(0)
+        tables = [*BLOCKS[: len(counts)], *[[0, 0]] * spare_seqs]
         logits = self.program(
             torch.tensor([SEQUENCES[s][p] for s, p in tokens] + padding),
             torch.tensor([p for _, p in tokens] + padding),
-            torch.tensor(slots + padding),
-            torch.tensor([*BLOCKS[: len(counts)], *[[0, 0]] * spare_seqs], dtype=torch.int32),
+            self._of_groups(torch.tensor(slots + padding), BLOCK_SIZE),
+            self._of_groups(torch.tensor(tables, dtype=torch.int32), 1),
             starts.int(),
             torch.tensor([*ends, *[1] * spare_seqs], dtype=torch.int32),
             torch.arange(len(tokens) + spare_seqs),
@@ -82,6 +87,13 @@ class Runner:
         for (s, _), row in zip(tokens, logits, strict=False):
             self.rows[s].append(row.clone())
         self.done[: len(ends)] = ends
+
+    def _of_groups(self, ids: Tensor, block_size: int) -> Tensor:
+        """An input as each group has it: in blocks of its own, but for the null block."""
+        if self.num_groups == 1:
+            return ids
+        shifts = [group * NUM_BLOCKS * block_size for group in range(self.num_groups)]
+        return torch.stack([torch.where(ids < block_size, ids, ids + shift) for shift in shifts])
 
 
 def _program(graph: Graph, model: Any, directory: Path) -> Any:
@@ -96,13 +108,11 @@ def _program(graph: Graph, model: Any, directory: Path) -> Any:
     finally:
         sys.path.remove(str(directory.parent))
     kv = next(value.type for value in graph.inputs if isinstance(value.type, KVType))
-    caches = [
-        tuple(
-            torch.full((8, BLOCK_SIZE, slot.num_kv_heads, dim), torch.nan, dtype=DTYPES[kv.dtype])
-            for dim in (slot.head_dim, slot.v_head_dim)
-        )
-        for slot in kv.slots
-    ]
+    slots = kv_slots(graph)
+    plan = KVCachePlan(num_groups(slots) * NUM_BLOCKS, BLOCK_SIZE, 0)
+    caches = allocate_kv_caches(slots, plan, DTYPES[kv.dtype], torch.device("cpu"))
+    for cache in (cache for pair in caches for cache in pair):
+        cache.fill_(torch.nan)
     program = module.Program(weights, caches, max_num_tokens=32, max_num_seqs=32)
     for memory in program.memory:
         memory.fill_(0xFF)
@@ -119,7 +129,8 @@ def test_every_kind_of_step(
     reference = HFReference(tmp_path / "checkpoint", torch_dtype, SEQUENCES, num_new_tokens=1)
     imported = traced(name, torch_dtype)
     run_pipeline(imported.graph, max_position=imported.max_position, target="cuda")
-    runner = Runner(_program(imported.graph, model, tmp_path / f"{name}_{dtype}"))
+    program = _program(imported.graph, model, tmp_path / f"{name}_{dtype}")
+    runner = Runner(program, num_groups(kv_slots(imported.graph)))
     runner.step(14, 4)
     # More tokens than sequences: as many would be a decode (docs/cuda.md).
     runner.step(2, 1, spare_tokens=2)

@@ -5,6 +5,7 @@ Names and transformations are spelled out here, not taken from the tables that t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ _NAMES = {
     "gemma3_text": _GEMMA_NAMES,
     "gpt2": _GPT2_NAMES,
 }
+# Where the f16 scales of a block lie.
+_F16_AT = {
+    **dict.fromkeys(("Q4_0", "Q8_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
 _ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 
@@ -67,8 +74,9 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, Array] | None = None,
     quantize: gguf.GGMLQuantizationType | None = None,
+    pack: Callable[[Array, gguf.GGMLQuantizationType], npt.NDArray[np.uint8]] | None = None,
 ) -> None:
-    """Write `model` to `path`; matrices are quantised when `quantize` is given."""
+    """Write `model` to `path`; matrices are quantised when `quantize` is given, by `pack`."""
     config = model.config
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -81,7 +89,7 @@ def write_gguf(
     for name, value in tensors.items():
         value = np.ascontiguousarray(value)
         if quantize is not None and value.ndim >= 2:
-            packed = gguf.quants.quantize(value, quantize)
+            packed = (pack or gguf.quants.quantize)(value, quantize)
             writer.add_tensor(name, packed, raw_dtype=quantize)
         else:
             writer.add_tensor(name, value)
@@ -89,6 +97,22 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def random_rows(
+    kind: gguf.GGMLQuantizationType, rows: int, columns: int, *, deviation: float
+) -> npt.NDArray[np.uint8]:
+    """Rows of a quantised type: any bytes, but for scales that are small numbers.
+
+    The gguf package rounds to none of the K types, but reads them all.
+    """
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(rows * columns)
+    blocks = draw.integers(0, 256, (rows * columns // elements, size), dtype=np.uint8)
+    for start in _F16_AT[kind.name]:
+        scales = draw.normal(0, deviation, len(blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = scales[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

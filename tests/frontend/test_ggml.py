@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from octavo.frontend.gguf_header import read_gguf_header
 from octavo.frontend.quantized.ggml import kept_scheme, unpack_rows
 from octavo.frontend.source import open_weights, resolve
 from octavo.ir.errors import OctavoError
-from tests.frontend.gguf_files import write_gguf
+from tests.frontend.gguf_files import random_rows, write_gguf
 
 KEPT = {
     "Q4_0": "int4<1x32, f16>",
@@ -26,32 +26,13 @@ KEPT = {
     "Q5_K": "uint5<1x32, f32, offset=f32>",
     "Q6_K": "int6<1x16, f32>",
 }
-F16_AT = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
-
-
-def random_rows(name: str, rows: int, columns: int) -> torch.Tensor:
-    """Rows of any bytes, but for the f16 scales, which are drawn to be finite."""
-    elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    draw = np.random.default_rng(7)
-    blocks = draw.integers(0, 256, (rows * columns // elements, size), dtype=np.uint8)
-    for start in F16_AT[name]:
-        scales = draw.normal(0, 0.02, len(blocks)).astype(np.float16)
-        blocks[:, start : start + 2] = scales[:, None].view(np.uint8)
-    return torch.from_numpy(blocks).view(rows, -1)
 
 
 @pytest.mark.parametrize("columns", [256, 768])
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_bit_for_bit(name: str, columns: int) -> None:
     kind = GGMLQuantizationType[name]
-    packed = random_rows(name, 5, columns)
+    packed = torch.from_numpy(random_rows(kind, 5, columns, deviation=0.02))
     matrix = unpack_rows(kind, packed, columns)
     matrix.check()
     assert str(kept_scheme(kind)) == str(matrix.scheme) == KEPT[name]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.frontend.checkpoint import open_checkpoint
 from octavo.frontend.quantized.mxfp4 import Mxfp4Experts
-from tests.frontend.quantized_checkpoints import DATA, NAMES, digest, library_digests, open_named
+from tests.frontend.quantized_checkpoints import (
+    DATA,
+    NAMES,
+    digest,
+    library_digests,
+    open_directory,
+    open_named,
+)
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 SCHEMES = {
@@ -89,8 +100,19 @@ def test_act_order_is_shared_by_siblings() -> None:
     assert not torch.equal(first, columns["mlp.up_proj"])  # type: ignore[arg-type]
 
 
-def test_kv_scales_of_a_checkpoint() -> None:
-    scales = open_named("ct-fp8-tensor").kv_scales()
+@pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.output_scale"])
+def test_kv_scales_of_a_checkpoint(form: str, tmp_path: Path) -> None:
+    """Written here: with this transformers the library finds no attention to give scales to."""
+    shutil.copytree(DATA / "ct-fp8-tensor", tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    added = {
+        f"model.layers.0.{form.format('k')}": torch.tensor([0.03], dtype=torch.bfloat16),
+        f"model.layers.0.{form.format('v')}": torch.tensor([0.02], dtype=torch.bfloat16),
+    }
+    save_file({**load_file(path), **added}, path)
+    store = open_directory(tmp_path / "m")
+    assert not added.keys() & {*store.names(), *store.explained}
+    scales = store.kv_scales()
     attention = "model.layers.0.self_attn"
     assert scales.keys() == {f"{attention}.k_scale", f"{attention}.v_scale"}
     assert scales[f"{attention}.k_scale"].item() == pytest.approx(0.03, rel=2**-8)

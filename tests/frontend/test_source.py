@@ -41,7 +41,10 @@ def test_a_directory_without_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", "holds no weights; add --random-weights SEED"),
+        (
+            "config.json",
+            r"add --random-weights SEED .*compile_model\(\.\.\., random_weights=SEED\)",
+        ),
         ("model.safetensors", "give its directory"),
         ("model.txt", "is not a model"),
     ],

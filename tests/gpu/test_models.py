@@ -15,6 +15,8 @@ import torch
 from hf_reference import HFReference
 from model_zoo import TINY
 
+from octavo.runtime.artifact import read_manifest
+from octavo.runtime.block_groups import block_groups, most_blocks
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
@@ -108,7 +110,15 @@ def test_in_chunks(model: Model, eager: bool) -> None:
 
 def test_preempted_requests(model: Model) -> None:
     longest = max(map(len, model.reference.prompts)) + NUM_NEW_TOKENS
-    blocks = -(-longest // 16) + 2
-    llm = model.load(max_model_len=longest, num_gpu_blocks_override=blocks)
+    groups = block_groups(read_manifest(model.artifact).kv_slots)
+    # A window and a short chunk hold few blocks, all of the context holds many.
+    chunk = 0 if all(group.is_full for group in groups) else 16
+    blocks = most_blocks(groups, longest - 1, chunk or longest, 16) + 2
+    llm = model.load(
+        max_model_len=longest,
+        num_gpu_blocks_override=blocks,
+        long_prefill_token_threshold=chunk,
+        check_invariants=True,
+    )
     model.check(llm.generate(model.reference.prompts, GREEDY, use_tqdm=False), "small pool")
     assert llm.stats().num_preemptions > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.ir.manifest import OUTSIDE_ID, FileEntry, KVSlot, Manifest, ManifestError
+from octavo.ir.manifest import OUTSIDE_ID, FileEntry, KVSlot, Manifest, ManifestError, num_groups
 
 MANIFEST = Manifest(
     architecture="LlamaForCausalLM",
@@ -26,6 +26,16 @@ MANIFEST = Manifest(
 )
 
 
+def test_a_slot_says_its_chunk_and_group_only_where_it_has_some() -> None:
+    """Manifests from before there were any have the ids that they had."""
+    slots = (KVSlot(2, 8, 8), KVSlot(2, 8, 8, chunk=4, group=1))
+    text = replace(MANIFEST, kv_slots=slots).to_json()
+    plain = {"num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "window": None}
+    assert json.loads(text)["kv_slots"] == [plain, {**plain, "chunk": 4, "group": 1}]
+    assert Manifest.from_json(text).kv_slots == slots
+    assert num_groups(slots) == 2
+
+
 def with_file(path: str, entry: FileEntry) -> Manifest:
     return replace(MANIFEST, files={**MANIFEST.files, path: entry})
 
@@ -39,6 +49,8 @@ def with_file(path: str, entry: FileEntry) -> Manifest:
         {"vocab_size": 98},
         {"max_position": 65},
         {"kv_slots": (KVSlot(2, 8, 8, window=4),)},
+        {"kv_slots": (KVSlot(2, 8, 8, chunk=4),)},
+        {"kv_slots": (KVSlot(2, 8, 8, group=1),)},
         {"required_features": ("fp3",)},
         {"format": 1},
     ],

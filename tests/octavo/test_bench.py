@@ -23,6 +23,7 @@ from octavo.bench.results import (
     StepGroup,
     Throughput,
     with_efficiency,
+    write_results,
 )
 from octavo.bench.roofline import Roofline
 from octavo.bench.suite import Plan
@@ -264,3 +265,26 @@ def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OctavoError, match=r"pip install 'octavo\[bench\]'"):
         plot.require_matplotlib()
+
+
+def test_results_are_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results" / "one.json"
+    write_results(RESULTS, path)
+    before = path.read_text()
+    assert Results.from_json(before) == RESULTS
+    write_bytes = Path.write_bytes
+
+    def half(self: Path, content: bytes) -> None:
+        write_bytes(self, content[: len(content) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_results(dataclasses.replace(RESULTS, command=["octavo"]), path)
+    assert path.read_text() == before
+    monkeypatch.undo()
+    write_results(dataclasses.replace(RESULTS, command=["octavo"]), path)
+    assert Results.from_json(path.read_text()).command == ["octavo"]
+    assert [file.name for file in path.parent.iterdir()] == ["one.json"]

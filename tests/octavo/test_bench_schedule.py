@@ -48,6 +48,24 @@ def test_figures_of_a_trace_worked_out_by_hand(octavo_here: Command, tmp_path: P
     assert (priority["urgent_ttft_p99"], priority["num_preemptions"]) == (1.5, 1)
 
 
+def test_a_client_that_sends_little_in_a_trace(octavo_here: Command, tmp_path: Path) -> None:
+    """One sequence at a time, a step a second: nine requests of one client, then one of another."""
+    many = [{"arrival_ms": 0, "prompt_tokens": 9, "output_tokens": 2, "client": "a"}] * 9
+    one = {"arrival_ms": 500, "prompt_tokens": 9, "output_tokens": 2, "client": "b"}
+    costs = ("--step-ms", "1000", "--prefill-token-us", "0", "--decode-token-us", "0")
+    costs += ("--context-token-us", "0", "--max-num-seqs", "1")
+    output = tmp_path / "out.json"
+    trace = write_trace(tmp_path / "trace.jsonl", *many, one)
+    policies = ("--policies", "fcfs,fair")
+    done = octavo_here("bench", "schedule", trace, *policies, *costs, "--output", output)
+    assert done.returncode == 0, done.stderr
+    fcfs, fair = json.loads(output.read_text())["policies"]
+    # fcfs: "b" starts at 18 and has a token at 19. fair: it is the second; of "a" the fifth of
+    # nine is the median, which starts at 10.
+    assert (fcfs["worst_client_ttft_p50"], fair["worst_client_ttft_p50"]) == (18.5, 11.0)
+    assert (fcfs["ttft_p99"], fair["ttft_p99"]) == (18.5, 19.0)
+
+
 def test_a_made_up_trace_is_the_same_for_a_seed_and_parts_the_policies(
     octavo_here: Command, tmp_path: Path
 ) -> None:
@@ -105,6 +123,7 @@ ROW = {"arrival_ms": 0, "prompt_tokens": 3, "output_tokens": 4}
         ([ROW, [1, 2]], ("line 2", "expected an object with arrival_ms")),
         ([{"arrival_ms": 0}], ("line 1", "expected an object with arrival_ms")),
         ([{**ROW, "user": "me"}], ("line 1", "expected an object with arrival_ms")),
+        ([{**ROW, "client": 5}], ("line 1", "client must be a string, got 5")),
         ([{**ROW, "arrival_ms": "0"}], ("line 1", "arrival_ms must be a number")),
         ([{**ROW, "prompt_tokens": 0}], ("line 1", "prompt_tokens must be at least 1")),
         ([{**ROW, "deadline_ms": -1}], ("line 1", "deadline_ms must be above 0")),

@@ -19,6 +19,7 @@ from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.random_inputs import RandomSource, random_inputs
 from octavo.ir.verify import verify
 from octavo.passes.base import PassContext, Report, find_pass
+from octavo.passes.fold_input_scales import InputFold, find_folds
 from octavo.passes.pipeline import PIPELINES, run_pass
 from octavo.passes.quant_recipe import Quantization, Recipe
 from tests.passes.case_file import CASES, Case, read_cases, write_cases
@@ -53,9 +54,41 @@ class Lattice(RandomSource):
         return codes / 16
 
 
+class Scales(RandomSource):
+    """Scales for every input that can have some, and what they make of its maker."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._folds = {name: fold for fold in find_folds(graph) for name in _keys(fold)}
+
+    def buffer(self, key: str) -> Tensor:
+        fold = self._folds[key]
+        generator = torch.Generator().manual_seed(len(fold.key))
+        scales = fold.tied(0.5 + 2 * torch.rand(fold.x.shape[-1], generator=generator))
+        return scales if key == fold.key else fold.factors(scales)
+
+
+def _keys(fold: InputFold) -> tuple[str, str]:
+    return fold.key, fold.maker_key
+
+
+SOURCES = {"quantize-linears": Lattice, "fold-input-scales": Scales}
+# What was cached before has values that are not scaled: these sequences have no past.
+NO_PAST = {
+    "slot_mapping": torch.arange(7),
+    "block_table": torch.arange(2, dtype=torch.int32)[None],
+    "query_start": torch.tensor([0, 7], dtype=torch.int32),
+    "seq_lens": torch.tensor([7], dtype=torch.int32),
+}
+
+
 def _apply(case: Case, graph: Graph) -> tuple[int, Report]:
     takes_recipe = case.pass_name == "quantize-linears" or "recipe" in case.id
-    report = Report(CONTEXT if takes_recipe else PassContext(CONTEXT.max_position))
+    context = CONTEXT if takes_recipe else PassContext(CONTEXT.max_position)
+    if case.pass_name == "fold-input-scales":
+        names = frozenset(fold.x.name for fold in find_folds(graph))
+        context = replace(context, quantization=Quantization(scaled=names))
+    report = Report(context)
     return run_pass(graph, case.pass_name, find_pass(case.pass_name), report), report
 
 
@@ -73,8 +106,9 @@ def _results(graph: Graph, case: Case) -> list[Result]:
     if "logit_rows" not in given:
         inputs["logit_rows"] = torch.arange(sizes["R"])
     shaped = {value.name: _fitted(inputs[value.name], value) for value in graph.inputs}
-    source = Lattice if case.pass_name == "quantize-linears" else RandomSource
-    return interpret(graph, shaped, source(before))
+    if case.pass_name == "fold-input-scales":
+        shaped |= {name: past for name, past in NO_PAST.items() if name in shaped}
+    return interpret(graph, shaped, SOURCES.get(case.pass_name, RandomSource)(before))
 
 
 def _fitted(given: Result, value: Value) -> Result:

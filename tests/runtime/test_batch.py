@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from octavo.runtime.batch import BatchBuilder
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.request import Request
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import PromptRows, ScheduledSequence, StepPlan
@@ -19,7 +20,7 @@ def sequence(
 ) -> ScheduledSequence:
     """The last of a request's tokens, from ``start`` on."""
     request = Request(name, [0] * start + tokens, SamplingParams(), max_model_len=100)
-    return ScheduledSequence(request, start, len(tokens), array("i", blocks), is_sampled)
+    return ScheduledSequence(request, start, len(tokens), (array("i", blocks),), is_sampled)
 
 
 PLAN = StepPlan(
@@ -80,10 +81,27 @@ def test_a_builder_follows_tables_that_grow_end_and_are_made_anew() -> None:
         name = str(rng.randrange(step // 4 + 1))
         if name not in tables or rng.random() < 0.2:
             tables[name] = sequence(name, [1], 1, [])
-        tables[name].block_ids.extend(rng.randrange(1, 99) for _ in range(rng.randint(1, 40)))
-        ready = [name for name, item in tables.items() if item.block_ids]
+        table = tables[name].tables[0]
+        table.extend(rng.randrange(1, 99) for _ in range(rng.randint(1, 40)))
+        ready = [name for name, item in tables.items() if item.tables[0]]
         chosen = [tables[name] for name in rng.sample(ready, rng.randint(1, len(ready)))]
-        table = builder.build(StepPlan(tuple(chosen))).block_table
-        for row, item in zip(table.tolist(), chosen, strict=True):
-            used = len(item.block_ids)
-            assert row == [*item.block_ids, *[0] * (len(row) - used)]
+        built = builder.build(StepPlan(tuple(chosen))).block_table
+        for row, item in zip(built.tolist(), chosen, strict=True):
+            used = len(item.tables[0])
+            assert row == [*item.tables[0], *[0] * (len(row) - used)]
+
+
+def test_several_groups_have_a_row_each_and_follow_their_windows() -> None:
+    builder = BatchBuilder(4, (FULL, BlockGroup(window=6)))
+    request = Request("a", [5] * 20, SamplingParams(), max_model_len=100)
+    full, windowed = array("i", [1, 2, 3]), array("i", [7, 8])
+    step = ScheduledSequence(request, 4, 4, (full, windowed), True)
+    batch = builder.build(StepPlan((step,)))
+    assert batch.slot_mapping.tolist() == [[8, 9, 10, 11], [32, 33, 34, 35]]
+    assert batch.block_table.tolist() == [[[1, 2, 3]], [[7, 8, 0]]]
+    assert builder.build(StepPlan((step,))).block_table is batch.block_table
+    windowed[0] = 0  # what lies behind the window is given back when the table grows
+    windowed.append(9)
+    batch = builder.build(StepPlan((step._replace(start=9, num_tokens=1),)))
+    assert batch.slot_mapping.tolist() == [[13], [37]]
+    assert batch.block_table.tolist() == [[[1, 2, 3]], [[0, 8, 9]]]

@@ -81,7 +81,7 @@ class CheckedExecutor(CudaExecutor):
         before = [cache.clone() for pair in self.caches for cache in pair]
         pending = super().launch(batch, rows)
         self.batches.append(batch)
-        written = set(batch.slot_mapping.tolist())
+        written = set(batch.slot_mapping.flatten().tolist())
         if batch.loads is not None:
             size = before[0].shape[1]
             written.update(block * size + i for block in batch.loads[1] for i in range(size))
@@ -109,6 +109,7 @@ def with_graphs(llm: LLM, folder: Path, *, graphs: bool) -> CheckedExecutor:
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             width=table_width(llm.engine.max_model_len, blocks.block_size),
+            num_groups=len(blocks.groups),
             device=CPU,
         ),
         make_sampler=lambda program, tokens: HostSampler(tokens),

@@ -60,7 +60,7 @@ def test_an_interrupted_launch_changes_no_answer(overlap: bool, num_steps: int) 
 
 
 def lose_a_block(scheduler: Scheduler) -> None:
-    scheduler.blocks._free.popitem()
+    scheduler.blocks.pool._free.popitem()
 
 
 def hold_and_wait(scheduler: Scheduler) -> None:
@@ -76,8 +76,10 @@ def run_and_be_finished(scheduler: Scheduler) -> None:
 
 
 def write_what_is_shared(scheduler: Scheduler) -> None:
-    scheduler.blocks._ref_counts[scheduler.blocks.block_ids("a")[-1]] += 1
-    scheduler.blocks._tables["b"].append(scheduler.blocks.block_ids("a")[-1])
+    blocks = scheduler.blocks
+    last = blocks.tables("a")[0][-1]
+    blocks.pool.share(last)
+    blocks.tables("b")[0].append(last)
 
 
 def forget_who_runs(scheduler: Scheduler) -> None:

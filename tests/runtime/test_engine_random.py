@@ -17,7 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from octavo.runtime import block_manager, prefix_hit
 from octavo.runtime import request as request_module
+from octavo.runtime.block_groups import FULL, BlockGroup, longest_sequence
 from octavo.runtime.block_manager import BlockManager
 from octavo.runtime.engine import Engine
 from octavo.runtime.errors import EngineError
@@ -35,6 +37,14 @@ STEMS = [[(i * i * (s + 1)) % 47 + 1 for i in range(24)] for s in range(3)]
 FAULTS = ["launch_fault", "result_fault"]
 INTERRUPTS = ["early_interrupt", "interrupt"]
 TROUBLES = [None, *FAULTS, *INTERRUPTS]
+# One group that keeps everything, as most models have; local and global layers; windows alone.
+GROUPS = [
+    (FULL,),
+    (FULL, BlockGroup(window=5)),
+    (FULL, BlockGroup(window=4), BlockGroup(window=9)),
+    (BlockGroup(window=3),),
+    (BlockGroup(window=7), BlockGroup(chunk=6)),
+]
 # A microsecond is over before the next step.
 LIMITS = st.sampled_from([None, None, None, 0.001, 1e6])
 
@@ -48,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(8, 30),
         block_size=st.sampled_from([1, 2, 4]),
+        groups=st.sampled_from([GROUPS[0], *GROUPS]),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 30),
         chunk=st.sampled_from([0, 3]),
@@ -63,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         num_blocks: int,
         block_size: int,
+        groups: tuple[BlockGroup, ...],
         max_num_seqs: int,
         budget: int,
         chunk: int,
@@ -74,13 +86,22 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         ageing_seconds: float,
     ) -> None:
-        self.max_len = (num_blocks - 1) * block_size + 1
-        self.executor = FakeExecutor(block_size)
+        config = SchedulerConfig(max_num_seqs, budget, chunk, watermark, policy, ageing_seconds)
+        usable, limit = num_blocks - 1, (num_blocks - 1) * block_size
+        step = config.max_chunk_tokens
+        self.max_len = longest_sequence(groups, usable, step, block_size, limit) + 1
+        self.executor = FakeExecutor(block_size, groups)
         tier = HostTier(num_host_slots, min_load) if is_cached and num_host_slots else None
         self.engine = Engine(
             self.executor,
-            BlockManager(num_blocks, block_size, enable_prefix_caching=is_cached, host_tier=tier),
-            SchedulerConfig(max_num_seqs, budget, chunk, watermark, policy, ageing_seconds),
+            BlockManager(
+                num_blocks,
+                block_size,
+                groups=groups,
+                enable_prefix_caching=is_cached,
+                host_tier=tier,
+            ),
+            config,
             max_model_len=self.max_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS],
@@ -100,6 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         salt=st.sampled_from([None, None, None, "a"]),
         priority=st.integers(-2, 2),
+        client=st.sampled_from(["", "a", "b"]),
         deadline_ms=LIMITS,
         queue_timeout_ms=LIMITS,
     )
@@ -112,6 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         salt: str | None,
         priority: int,
+        client: str,
         deadline_ms: float | None,
         queue_timeout_ms: float | None,
     ) -> None:
@@ -130,11 +153,12 @@ class EngineMachine(RuleBasedStateMachine):
             priority=priority if self.engine.scheduler.policy.heeds_priority else 0,
             deadline_ms=deadline_ms,
             queue_timeout_ms=queue_timeout_ms,
+            client=client,
         )
         reasons = {"deadline": deadline_ms, "queue_timeout": queue_timeout_ms}
         self.early_ends[name] = {"abort", *(r for r, limit in reasons.items() if limit)}
         count = min(max_tokens, self.max_len - len(prompt))
-        self.expected[name] = expected_answer(prompt, count, [EOS])
+        self.expected[name] = expected_answer(prompt, count, [EOS], self.executor.groups)
         if is_poisoned:
             self.poisoned.add(name)
 
@@ -149,12 +173,12 @@ class EngineMachine(RuleBasedStateMachine):
         again. What may go wrong does when blocks go out, or when they come back."""
         again = stem[: self.max_len - 2]
         flood = [factor * i % 47 + 1 for i in range(self.max_len - 1)]
-        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, "", None, None)
         self.steps(10)
-        self.add([], 0, flood, False, 1, None, 0, None, None)
+        self.add([], 0, flood, False, 1, None, 0, "", None, None)
         self.step_in_trouble(out)
         self.steps(10)
-        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, None, None)
+        self.add(again, len(again) - 1, again[-1:], False, 1, None, 0, "", None, None)
         self.step_in_trouble(back)
 
     @precondition(lambda self: self.expected)
@@ -246,14 +270,14 @@ def publish_at_launch(scheduler: Scheduler, plan: StepPlan) -> None:
     """Blocks are shared before anybody knows whether their step succeeds."""
     BEGIN(scheduler, plan)
     for s in plan.sequences:
-        scheduler.sharing.publish(s.request, s.start + s.num_tokens, s.block_ids)
+        scheduler.sharing.publish(s.request, s.start + s.num_tokens, s.tables)
 
 
 def keep_one(blocks: BlockManager, name: str) -> None:
     """A block is lost whenever a request ends."""
     FREE(blocks, name)
-    if blocks._free:
-        blocks._free.popitem()
+    if blocks.pool._free:
+        blocks.pool._free.popitem()
 
 
 def tokens_only(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -280,6 +304,24 @@ def stays_on_the_host(tier: HostTier, name: str) -> Sequence[Load]:
     return ()
 
 
+def drop_one_too_many(
+    blocks: BlockManager, name: str, num_computed: int, until: int, keep_from: int
+) -> bool:
+    """A block is given back that a window still shows."""
+    return DROP_BEHIND(blocks, name, num_computed + blocks.block_size, until, keep_from)
+
+
+def forget_the_window(*arguments: Any) -> int:
+    """A hit counts although blocks of its window are gone."""
+    length: int = arguments[2]
+    return length
+
+
+def same_key(key: bytes, group: int) -> bytes:
+    """What one group has computed is found for another."""
+    return key
+
+
 BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     Scheduler.begin,
     BlockManager.publish,
@@ -287,6 +329,7 @@ BEGIN, PUBLISH, FREE, BLOCK_KEY = (
     block_key,
 )
 LAUNCHED, BEGIN_PLAN = HostTier.launched, HostTier.begin_plan
+DROP_BEHIND = BlockManager.drop_behind
 
 
 @pytest.mark.parametrize(
@@ -299,6 +342,9 @@ LAUNCHED, BEGIN_PLAN = HostTier.launched, HostTier.begin_plan
         pytest.param(HostTier, "begin_plan", lost_loads, id="load"),
         pytest.param(Scheduler, "begin", publish_at_launch, id="early"),
         pytest.param(request_module, "block_key", tokens_only, id="key"),
+        pytest.param(BlockManager, "drop_behind", drop_one_too_many, id="behind"),
+        pytest.param(prefix_hit, "_windowed_length", forget_the_window, id="window"),
+        pytest.param(block_manager, "group_key", same_key, id="group"),
     ],
 )
 def test_a_fault_is_seen(

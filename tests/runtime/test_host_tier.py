@@ -33,10 +33,10 @@ def test_a_slot_is_found_once_its_step_has_succeeded() -> None:
     assert tier.drafted == [Save(7, 0, b"a")]
     saves = list(tier.drafted)
     tier.launched([])
-    assert (tier.find([b"a"]), tier.drafted, tier.num_used_slots) == ([], [], 1)
+    assert (tier.find(b"a"), tier.drafted, tier.num_used_slots) == (None, [], 1)
     tier.commit(saves)
     tier.commit(saves)  # an interrupted update is done again
-    assert (tier.find([b"a", b"b"]), tier.num_saved) == ([0], 1)
+    assert (tier.find(b"a"), tier.find(b"b"), tier.num_saved) == (0, None, 1)
     tier.check()
 
 
@@ -53,7 +53,7 @@ def test_nothing_of_a_failed_step_is_found(is_launched: bool) -> None:
     tier.save(b"b", 8)
     assert tier.drafted == [Save(8, 0, b"b")]
     tier.commit(saves)  # too late: the slot is another's
-    assert tier.find([b"a"]) == tier.find([b"b"]) == []
+    assert (tier.find(b"a"), tier.find(b"b")) == (None, None)
     tier.check()
 
 
@@ -63,7 +63,7 @@ def test_what_is_there_is_not_saved_again_and_the_least_recently_used_goes() -> 
     tier.save(b"a", 9)
     assert not tier.drafted
     saved(tier, b"d")
-    assert [tier.find([key]) for key in KEYS] == [[0], [], [2], [1]]
+    assert [tier.find(key) for key in KEYS] == [0, None, 2, 1]
 
 
 def test_a_slot_keeps_what_a_step_is_yet_to_load() -> None:
@@ -81,7 +81,7 @@ def test_a_slot_keeps_what_a_step_is_yet_to_load() -> None:
     assert (tier.due("r"), tier.num_loaded) == ((), 2)
     # Of those that nobody reads any more, the forgotten one is free.
     saved(tier, b"c")
-    assert [tier.find([key]) for key in KEYS] == [[0], [], [1], []]
+    assert [tier.find(key) for key in KEYS] == [0, None, 1, None]
 
 
 def test_forgetting_reaches_what_is_being_saved() -> None:
@@ -146,7 +146,7 @@ def test_what_was_evicted_is_loaded_and_not_computed() -> None:
     again = add(scheduler, "c", range(16))
     plan = step(scheduler)
     assert rows(plan) == [("c", 12, 4)]
-    table = plan.sequences[0].block_ids
+    table = plan.sequences[0].tables[0]
     assert [*map(tuple, plan.loads)] == [(slot_of[n], table[n - 1]) for n in (1, 2, 3)]
     assert len(plan.saves) == 4
     assert again.num_cached_tokens == 12
@@ -161,7 +161,7 @@ def test_matching_goes_on_where_the_device_ends() -> None:
     add(scheduler, "b", range(100, 112))  # evicts the tail of what is cached
     step(scheduler)
     add(scheduler, "c", range(17))
-    found = len(scheduler.sharing.find(scheduler.waiting.peek()))
+    found = scheduler.sharing.find(scheduler.waiting.peek()).num_blocks
     assert 0 < found < 4
     plan = step(scheduler)
     assert rows(plan) == [("c", 16, 1)]
@@ -235,4 +235,4 @@ def test_a_spoiled_request_takes_what_it_read_out_of_the_host_too() -> None:
     scheduler.finish(spoiled)
     scheduler.blocks.check()
     assert len(tier) == 4  # those of "b", saved by that step
-    assert not tier.find(spoiled.block_keys(1, 4))
+    assert tier.find(*spoiled.block_keys(1, 4)) is None

@@ -630,3 +630,39 @@ def test_a_path_that_is_no_artifact(tmp_path: Path) -> None:
         LLM(tmp_path / "none")
     with pytest.raises(ArtifactError, match="is not an artifact"):
         LLM(tmp_path)
+
+
+def test_a_truncated_prompt_is_the_rest_of_it(shared_toy: Path) -> None:
+    """In one call with whole ones, and where the whole is longer than the model takes."""
+    llm = LLM(shared_toy)
+    cut = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, truncate_prompt_tokens=4)
+    whole = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    given = [[*range(9)], [*range(9)], [1, 2], [7] * 2 * MAX_POSITION]
+    outputs = llm.generate(given, [cut, whole, cut, cut], use_tqdm=False)
+    seen = [[5, 6, 7, 8], [*range(9)], [1, 2], [7] * 4]
+    assert [output.prompt_token_ids for output in outputs] == seen
+    assert [output.outputs[0].token_ids for output in outputs] == [greedy(p, 5) for p in seen]
+    [output] = llm.generate("abcdef", cut, use_tqdm=False)
+    assert output.prompt == "cdef"
+    [said] = llm.chat([{"role": "user", "content": "Hi"}], cut, use_tqdm=False)
+    assert len(said.prompt_token_ids) == 4
+    assert "".join(llm.stream("abcdef", cut)) == output.outputs[0].text
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
+def test_buffers_that_no_memory_holds(tmp_path: Path, option: str) -> None:
+    buffer = "self.buffer = torch.empty((max_num_seqs + max_num_tokens) * 2**20, dtype=torch.int8)"
+    program = PROGRAM.replace("self.salt =", f"{buffer}\n        self.salt =")
+    write_toy_artifact(tmp_path / "toy", program=program)
+    assert LLM(tmp_path / "toy", max_num_seqs=1, max_num_batched_tokens=8).vocab_size == VOCAB_SIZE
+    message = f"no memory for the buffers of a step of .*{option}=1000000000"
+    with pytest.raises(CapacityError, match=message):
+        LLM(tmp_path / "toy", **{option: 10**9})
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_gpu_blocks_override": 2**31 - 1, "block_size": 2**31 - 1}]
+)
+def test_a_kv_cache_beyond_any_address(shared_toy: Path, options: dict[str, int]) -> None:
+    with pytest.raises(CapacityError, match="no memory for"):
+        LLM(shared_toy, **options)

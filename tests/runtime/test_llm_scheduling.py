@@ -31,6 +31,8 @@ def test_no_order_changes_an_answer(shared_toy: Path, policy: str, overlap: bool
     urgency: dict[str, Any] = {"deadline_ms": [1e6 * rng.randint(1, 9) for _ in prompts]}
     if policy in ("priority", "edf"):
         urgency["priority"] = [rng.randint(-3, 3) for _ in prompts]
+    if policy == "fair":
+        urgency["client"] = [rng.choice("abc") for _ in prompts]
     alone = LLM(shared_toy, max_num_seqs=1)
     llm = LLM(
         shared_toy,

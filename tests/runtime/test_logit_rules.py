@@ -23,6 +23,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.logit_edits import apply_edits
 from octavo.runtime.logit_rules import bad_word_ids
@@ -242,12 +243,26 @@ def test_a_processor_that_fails_ends_its_request_alone(
     assert llm.stats().num_free_blocks == llm.stats().num_total_blocks
 
 
-def test_rules_that_allow_nothing_end_their_request_alone(llm: LLM) -> None:
-    bad = SamplingParams(allowed_token_ids=[65], bad_words=["b"], temperature=0.0)
+def test_rules_that_come_to_allow_nothing_end_their_request_alone(llm: LLM) -> None:
+    """A bad word of two tokens forbids the second when the first is there."""
+    [token_id] = llm.get_tokenizer().encode("b", add_special_tokens=False)
+    bad = SamplingParams(allowed_token_ids=[token_id], bad_words=["bb"], temperature=0.0)
     good = SamplingParams(temperature=0.0, ignore_eos=True)
     failed, output = llm.generate([[1], [2]], [bad, good])
+    assert failed.outputs[0].token_ids == [token_id]
     assert "no token is left to choose" in str(failed.outputs[0].stop_reason)
     assert output.outputs[0].token_ids == greedy([2], 16)
+
+
+def test_rules_that_allow_nothing_are_refused(llm: LLM) -> None:
+    bad = SamplingParams(allowed_token_ids=[65], bad_words=["b"], temperature=0.0)
+    good = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
+    num_steps = llm.stats().num_steps
+    with pytest.raises(InvalidRequest, match="no token may come first"):
+        llm.generate([[1], [2]], [good, bad])
+    assert llm.stats().num_steps == num_steps
+    assert llm.stats().num_waiting == 0
+    assert llm.generate([[2]], good)[0].outputs[0].token_ids == greedy([2], 2)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])

@@ -192,7 +192,7 @@ def test_blocks_of_a_step_that_is_read_after_a_preemption_are_not_shared() -> No
     second = launch(scheduler)  # a grows, b is out: whatever was b's may be a's now
     assert [r.request_id for r in second.preempted] == ["b"]
     take(scheduler, first)
-    assert scheduler.blocks.find_prefix(b.block_keys(2, 4)) == []
+    assert scheduler.blocks.find_prefix(b.block_keys(2, 4)).num_blocks == 0
 
 
 def test_whose_prompt_is_to_have_logprobs_computes_all_of_it(
@@ -212,3 +212,35 @@ def test_a_request_that_could_not_be_admitted_without_its_prefix_is() -> None:
     step(scheduler)
     add(scheduler, "b", [*range(12), 1, 2, 3], 1)  # 4 blocks, 3 of them a's, who still holds them
     assert step(scheduler) == [("b", 12, 3, True)]
+
+
+def test_a_request_that_is_preempted_and_then_spoiled_leaves_nothing_to_find() -> None:
+    """Its blocks are in nobody's table by then, and known from a step before."""
+    blocks = BlockManager(21, 4, enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(1, 8, policy="priority"), blocks)
+
+    def add(name: str, prompt: range, priority: int) -> Request:
+        params = SamplingParams(max_tokens=2)
+        request = Request(name, prompt, params, max_model_len=100, priority=priority)
+        scheduler.add(request)
+        return request
+
+    def launch() -> StepPlan:
+        plan = scheduler.schedule()
+        scheduler.begin(plan)
+        return plan
+
+    spoiled = add("a", range(16), 0)
+    scheduler.update(launch(), [])
+    second = launch()  # the rest of its prompt, whose token is spoiled
+    assert blocks.find_prefix(spoiled.block_keys(4, 4)) == [1, 2]
+    add("b", range(50, 58), -5)
+    third = launch()
+    assert third.preempted == (spoiled,)
+    scheduler.update(second, [None])
+    scheduler.finish(spoiled)
+    blocks.check()
+    assert blocks.find_prefix(spoiled.block_keys(4, 4)) == []
+    scheduler.update(third, [7])
+    assert not scheduler.sharing.find(add("c", range(16), 0))
+    blocks.check()

@@ -135,6 +135,11 @@ def test_logits_of_the_prompt_that_are_not_finite_end_the_request_alone(tmp_path
     assert "not finite" in str(bad.outputs[0].stop_reason)
     assert good.outputs[0].finish_reason == "length"
     assert llm.stats().num_free_blocks == llm.stats().num_total_blocks
+    llm.generate([[*range(10, 50)]], params)
+    num_cached = llm.stats().num_cached_blocks
+    assert num_cached == 2
+    llm.generate([[1, 9, *range(10, 50)]], params)
+    assert llm.stats().num_cached_blocks == num_cached  # its blocks are not to be trusted
 
 
 def request(name: str, length: int, prompt_logprobs: int | None) -> Request:

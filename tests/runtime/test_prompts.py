@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.runtime.errors import InvalidRequest
-from octavo.runtime.prompts import Prompt, parse_prompts
+from octavo.runtime.prompts import Prompt, fit_prompts, parse_prompts
 from octavo.runtime.tokenizer import Tokenizer
 from tests.runtime.toy_artifact import BOS, byte_tokenizer
 
@@ -17,9 +17,9 @@ TOKENIZER = Tokenizer(byte_tokenizer(), {}, {})
 HI = Prompt((BOS, *TOKENIZER.encode("Hi", add_special_tokens=False)), "Hi")
 
 
-def parse(prompts: Any, **options: Any) -> list[Prompt]:
-    defaults: dict[str, Any] = {"tokenizer": TOKENIZER, "vocab_size": 260, "max_model_len": 10}
-    return parse_prompts(prompts, **{**defaults, **options})
+def parse(prompts: Any, keep: int | None = None, **options: Any) -> list[Prompt]:
+    parsed = parse_prompts(prompts, **{"tokenizer": TOKENIZER, "vocab_size": 260, **options})
+    return fit_prompts(parsed, [keep] * len(parsed), tokenizer=TOKENIZER, max_model_len=10)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,24 @@ def test_text_without_a_tokenizer() -> None:
 
 def test_special_tokens_are_left_out_when_the_text_holds_them() -> None:
     assert parse("<s>Hi", add_special_tokens=False)[0].token_ids == HI.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "keep", "expected"),
+    [
+        ([1, 2, 3], 2, Prompt((2, 3))),
+        ([1, 2, 3], 3, Prompt((1, 2, 3))),
+        ([1, 2, 3], 99, Prompt((1, 2, 3))),
+        ([*range(100)], 9, Prompt(tuple(range(91, 100)))),
+        ("Hi", 1, Prompt(HI.token_ids[-1:], "i")),
+        ("Hi", 3, HI),
+        ({"prompt_token_ids": [1, 2], "cache_salt": "a"}, 1, Prompt((2,), None, "a")),
+    ],
+)
+def test_the_last_tokens_of_a_prompt(prompt: Any, keep: int, expected: Prompt) -> None:
+    assert parse(prompt, keep) == [expected]
+
+
+def test_a_prompt_that_is_too_long_even_when_cut() -> None:
+    with pytest.raises(InvalidRequest, match="has 10 tokens, which leaves no room"):
+        parse([0] * 20, 10)

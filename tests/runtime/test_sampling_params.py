@@ -111,7 +111,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}, "is for json"),
     ("structured_outputs", {"json": {}, "disable_any_whitespace": 1}, "True or False"),
     ("guided_decoding", {}, "exactly one of"),
-    ("truncate_prompt_tokens", 5, "not supported"),
+    ("truncate_prompt_tokens", 0, "at least 1"),
+    ("truncate_prompt_tokens", -1, "at least 1"),
+    ("truncate_prompt_tokens", 2.5, "an integer"),
 ]
 
 

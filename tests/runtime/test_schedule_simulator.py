@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.runtime.block_groups import FULL, BlockGroup
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.policies import Urgency
 from octavo.runtime.schedule_simulator import CostModel, Simulator, TraceRequest
@@ -53,6 +54,17 @@ def test_idle_time_is_jumped_over() -> None:
     result = simulator().run([TraceRequest(100.0, 10, 1, 1), TraceRequest(0.0, 10, 1, 1)])
     assert [o.end_seconds for o in result.outcomes] == pytest.approx([102.0, 2.0])
     assert result.num_steps == 2
+
+
+def test_what_windows_leave_free_is_there_for_others() -> None:
+    """Two contexts of 199 tokens, of which either fills a pool of 50 blocks that keeps it all."""
+    trace = [TraceRequest(0.0, 100, 100, 100), TraceRequest(0.0, 100, 100, 100)]
+    config = SchedulerConfig(2, 100)
+    # One after the other; or both at once, the second's prompt in two steps of 99 tokens and one.
+    for group, num_steps in ((FULL, 100 + 100), (BlockGroup(window=8), 2 + 100)):
+        result = Simulator(config, num_blocks=50, block_size=4, groups=(group,)).run(trace)
+        assert result.num_steps == num_steps
+        assert all(outcome.is_done for outcome in result.outcomes)
 
 
 def test_the_policy_decides() -> None:

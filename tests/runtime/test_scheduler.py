@@ -229,7 +229,7 @@ def test_the_next_step_runs_the_token_that_is_being_sampled() -> None:
     second = scheduler.schedule()
     assert rows_of(second) == [("a", 5, 1, True), ("b", 3, 1, True)]
     assert [s.source_row for s in second.sequences] == [0, 1]
-    assert [len(s.block_ids) for s in second.sequences] == [2, 1]
+    assert [len(s.tables[0]) for s in second.sequences] == [2, 1]
     scheduler.begin(second)
     assert scheduler.update(first, [7, 8]) == [True, True]
     assert a.token_ids[5:] == [7]

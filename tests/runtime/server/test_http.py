@@ -248,7 +248,7 @@ def test_what_is_not_json(toy_server: InThread) -> None:
         kind = {"Content-Type": "application/json"}
         answer = client.post("/v1/completions", content=b"{", headers=kind)
         assert answer.status_code == 400
-        assert error_of(answer)["message"].startswith("the body is not JSON")
+        assert error_of(answer)["message"].startswith("We could not parse the JSON body")
         answer = client.post("/v1/completions", content=b'{"prompt": "a"}')
         assert answer.status_code == 400
         assert "Content-Type: application/json" in error_of(answer)["message"]
@@ -374,3 +374,28 @@ def test_the_page_loads_nothing_from_elsewhere(toy_server: InThread) -> None:
     assert "unsafe" not in policy
     assert "//" not in answer.text.replace("// ", "")
     assert "src=" not in answer.text
+
+
+@pytest.mark.parametrize("keys", [(), ("key-1", "key-2")], ids=["open", "keys"])
+def test_whose_a_request_is(
+    shared_toy: Path, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key's, which gets no more by naming many users; without keys the user's it names."""
+    options = {"scheduling_policy": "fair"}
+    with in_thread(shared_toy, options, api_keys=keys) as server:
+        clients = []
+        add_request = server.engine._llm.engine.add_request
+
+        def spy(*args: Any, **keywords: Any) -> None:
+            clients.append(keywords["client"])
+            add_request(*args, **keywords)
+
+        monkeypatch.setattr(server.engine._llm.engine, "add_request", spy)
+        for user in ({"user": "ann"}, {"user": "bob"}, {}):
+            headers = {"Authorization": "Bearer key-2"} if keys else {}
+            assert post(server, {**SHORT, **user}, **headers).status_code == 200
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **user}
+            path = "/v1/chat/completions"
+            assert post(server, chat, path, **headers).status_code == 200
+    each = ["key-2"] * 3 if keys else ["ann", "bob", "127.0.0.1"]
+    assert clients == [client for client in each for _ in range(2)]

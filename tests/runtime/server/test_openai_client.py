@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from octavo.runtime.llm import LLM
-from octavo.runtime.outputs import CompletionOutput
+from octavo.runtime.outputs import CompletionOutput, RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from tests.runtime.server.running_server import Process, in_process
 
@@ -237,6 +237,92 @@ def test_an_echoed_prompt_without_a_bos(client: openai.OpenAI, llm: LLM) -> None
     assert answer.logprobs.text_offset == starts
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_prompt_alone(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    prompts = [PROMPT, "Two"]
+    wanted = {"prompt": prompts, "echo": True, "max_tokens": 0, "logprobs": 2, "stream": stream}
+    answer = complete(client, **wanted)
+    chunks = list(answer) if stream else [answer]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    choices = {c.index: c for chunk in chunks for c in chunk.choices}
+    assert sum(len(chunk.choices) for chunk in chunks) == 2
+    for index, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
+        choice = choices[index]
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        first, *others = choice.logprobs.token_logprobs
+        assert first is None
+        rest = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        assert others == pytest.approx([entry[i].logprob for i, entry in rest], abs=1e-4)
+        # Tokens that are parts of characters share a text, by which the best are told here.
+        tops = [{v.decoded_token for v in e.values()} for e in output.prompt_logprobs[1:]]
+        shown = choice.logprobs.top_logprobs[1:]
+        assert all(top.keys() <= texts for top, texts in zip(shown, tops, strict=True))
+    if not stream:
+        assert answer.usage.completion_tokens == 0
+        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in expected)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_prompt_tokens
+    assert complete(client, echo=True, max_tokens=0).choices[0].logprobs is None
+
+
+def check_prompt_logprobs(found: Any, output: RequestOutput, count: int) -> None:
+    """That they are in vLLM's shape what LLM says, of which the best ``count`` are wanted."""
+    assert found[0] is None
+    assert output.prompt_logprobs is not None
+    for mine, theirs in zip(found[1:], output.prompt_logprobs[1:], strict=True):
+        assert theirs is not None
+        wanted = {str(i): value for i, value in theirs.items()}
+        assert mine.keys() == wanted.keys()
+        assert count <= len(mine) <= count + 1
+        for key, value in mine.items():
+            assert set(value) == {"logprob", "rank", "decoded_token"}
+            assert value["logprob"] == pytest.approx(wanted[key].logprob, abs=1e-4)
+            assert value["rank"] == wanted[key].rank
+            assert value["decoded_token"] == wanted[key].decoded_token
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True, "logprobs": 4}], ids=["plain", "echo"])
+def test_prompt_logprobs_of_completions(
+    client: openai.OpenAI, llm: LLM, more: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1)
+    [expected] = llm.generate([PROMPT], params, use_tqdm=False)
+    wanted = {"extra_body": {"prompt_logprobs": 1}, "max_tokens": 3, "n": 2}
+    answer = complete(client, **wanted, **more)
+    for choice in answer.choices:
+        check_prompt_logprobs(choice.model_extra["prompt_logprobs"], expected, 1)
+    if more:
+        assert len(answer.choices[0].logprobs.tokens) == len(expected.prompt_token_ids) + 3
+
+
+def test_prompt_logprobs_of_a_chat(client: openai.OpenAI, llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2)
+    [expected] = llm.chat(MESSAGES, params, use_tqdm=False)
+    answer = chat(client, extra_body={"prompt_logprobs": 2}, max_tokens=3)
+    check_prompt_logprobs(answer.model_extra["prompt_logprobs"], expected, 2)
+    assert "prompt_logprobs" not in chat(client, max_tokens=3).model_extra
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs cannot be streamed"):
+        chat(client, extra_body={"prompt_logprobs": 2}, stream=True)
+
+
+def test_truncated_prompts(client: openai.OpenAI, llm: LLM) -> None:
+    cut = {"extra_body": {"truncate_prompt_tokens": 5}, "max_tokens": 4}
+    ids = llm.get_tokenizer().encode(PROMPT)[-5:]
+    found = complete(client, echo=True, **cut)
+    assert (
+        found.choices[0].text == llm.get_tokenizer().decode(ids) + said(llm, ids, max_tokens=4).text
+    )
+    assert found.usage.prompt_tokens == 5
+    long = complete(client, prompt="a " * 20_000, **cut)
+    assert long.usage.prompt_tokens == 5
+    ids = llm.prepare_chat(MESSAGES).token_ids[-5:]
+    answer = chat(client, **cut)
+    assert answer.choices[0].message.content == said(llm, list(ids), max_tokens=4).text
+    assert answer.usage.prompt_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens must be at least 1"):
+        chat(client, extra_body={"truncate_prompt_tokens": 0})
+
+
 def test_a_seed_gives_the_same_again(client: openai.OpenAI) -> None:
     texts = [complete(client, temperature=1, seed=s).choices[0].text for s in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
@@ -312,7 +398,7 @@ def test_many_at_once(server: Process, llm: LLM) -> None:
         ({"prompt": [[]]}, "the prompt is empty"),
         ({"prompt": [-1]}, "token id -1"),
         ({"prompt": [2**63]}, f"token id {2**63}"),
-        ({"prompt": ["a", 5]}, "prompt must be a string, a list of strings"),
+        ({"prompt": ["a", 5]}, "Invalid type for 'prompt': expected a string, an array"),
         ({"prompt": "a " * 20_000}, "leaves no room for an answer"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -321,8 +407,11 @@ def test_many_at_once(server: Process, llm: LLM) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"suffix": "x"}, "suffix is not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
-        ({"extra_body": {"temprature": 1}}, "unknown argument: temprature"),
-        ({"extra_body": {"temperature": "hot"}}, "temperature: input should be a valid number"),
+        ({"extra_body": {"temprature": 1}}, "Unknown parameter: 'temprature'"),
+        (
+            {"extra_body": {"temperature": "hot"}},
+            "type for 'temperature': expected a number",
+        ),
         ({"extra_body": {"stop_token_ids": [10**6]}}, r"stop.token.id"),
     ],
 )
@@ -351,7 +440,7 @@ def test_a_bad_request(
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be an object"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "--tool-call-parser"),
-        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["audio"]}, "Supported values are: 'text'"),
     ],
 )
 def test_a_bad_chat_request(client: openai.OpenAI, parameters: dict[str, Any], words: str) -> None:

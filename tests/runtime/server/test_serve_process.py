@@ -58,6 +58,14 @@ def test_the_result_cache_is_an_option(shared_toy: Path) -> None:
         assert hits.endswith(" 2.0")
 
 
+def test_the_order_of_requests_is_an_option(shared_toy: Path) -> None:
+    options = ("--scheduling-policy", "priority", "--ageing-ms", "1000", "--check-invariants")
+    with in_process(shared_toy, *options) as server, server.http() as client:
+        body = {"prompt": "a", "max_tokens": 2, "priority": 3}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert 'priority="3"' in client.get("/metrics").text
+
+
 def test_sigterm_under_load_loses_no_request_that_was_taken(shared_toy: Path) -> None:
     with in_process(shared_toy, "--max-num-seqs", "2") as server, load(server, 16) as futures:
         server.signal(signal.SIGTERM)
@@ -70,6 +78,13 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(shared_toy: Path) ->
             assert client.get("/health").status_code == 200
         assert [future.result() for future in futures] == [150] * 16
         assert server.wait() == 0
+
+
+def test_a_policy_that_there_is_not(
+    shared_toy: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Command(capfd, monkeypatch)("serve", shared_toy, "--scheduling-policy", "lifo")
+    assert_refused(done, "scheduling_policy must be one of fcfs", "'lifo'")
 
 
 def test_a_second_signal_stops_at_once(shared_toy: Path) -> None:

@@ -1,0 +1,122 @@
+"""``--quant auto``: the recipe that keeps most of a model within a budget of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.calibrate.budget import Candidate, choose_under_budget
+from octavo.calibrate.quantize_streamed import first_linears, schemes_of
+from octavo.calibrate.sensitivity import Sensitivity, measure_sensitivity
+from octavo.ir.errors import OctavoError, VerifyError
+from octavo.ir.graph import Graph
+from octavo.ir.interpret import WeightCache, WeightSource
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.passes.quant_recipe import Modules, Recipe
+
+AS_IS = "none"
+_EVERY = QuantScheme.parse("int8<1x*, f32>")  # fits any matrix
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A matrix by the modules it holds, the scheme that it got, its bytes and relative error."""
+
+    modules: tuple[str, ...]
+    scheme: str
+    num_bytes: int
+    error: float
+
+
+@dataclass(frozen=True)
+class AutoRecipe:
+    """The choices, in the order of the step, and the bytes of all weights with them."""
+
+    choices: tuple[Choice, ...]
+    total_bytes: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """As quantize-linears takes it."""
+        rules = [
+            (module, None if choice.scheme == AS_IS else QuantScheme.parse(choice.scheme))
+            for choice in self.choices
+            for module in choice.modules
+        ]
+        return Recipe("auto", tuple(rules))
+
+    def to_yaml(self) -> str:
+        """As ``--quant FILE.yaml`` takes it, with what was measured beside each choice."""
+        lines = [
+            f"# Chosen by --quant auto: {self.total_bytes / 1e9:.3f} GB of weights. Edit it, and",
+            "# give it to --quant. After each scheme: bytes, relative error of the product.",
+        ]
+        for choice in self.choices:
+            lines += [
+                f"{module}: '{choice.scheme}'  # {choice.num_bytes:,} {choice.error:.2e}"
+                for module in choice.modules
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def choose_recipe(
+    graph: Graph,
+    weights: WeightSource | WeightCache,
+    sequences: Sequence[Sequence[int]],
+    schemes: Sequence[QuantScheme],
+    budget_bytes: int,
+) -> AutoRecipe:
+    """The schemes, of those given and none at all, that lose least within ``budget_bytes``.
+
+    The budget is that of all weights, quantised or not. ``graph`` is as fold-input-scales finds
+    it. Raises OctavoError for a budget that cannot be met, saying the least.
+    """
+    names = schemes_of(graph, Recipe("auto", (("*", _EVERY),)))
+    linears = {weight.name: linear for linear, weight in first_linears(graph, names)}
+    fixed = sum(
+        value.tensor.num_bytes({}) for value in graph.used_weights() if value.name not in names
+    )
+    candidates = {
+        name: [scheme for scheme in schemes if _fits(scheme, linears[name].operand(1).shape)]
+        for name in names
+    }
+    measured = list(measure_sensitivity(graph, weights, sequences, candidates))
+    chosen = _choose([_candidates(each) for each in measured], fixed, budget_bytes)
+    modules = Modules(graph)
+    choices = tuple(
+        Choice(
+            tuple(module.paths[0] for module in modules.of(linears[each.name])),
+            pick.scheme,
+            pick.num_bytes,
+            pick.cost,
+        )
+        for each, pick in zip(measured, chosen, strict=True)
+    )
+    return AutoRecipe(choices, fixed + sum(choice.num_bytes for choice in choices))
+
+
+def _choose(candidates: list[list[Candidate]], fixed: int, budget: int) -> list[Candidate]:
+    least = fixed + sum(min(c.num_bytes for c in each) for each in candidates)
+    if least > budget:
+        raise OctavoError(
+            f"--budget-gb {budget / 1e9:g} cannot be met: the least possible is {least / 1e9:.3f}"
+            f" GB, of which {fixed / 1e9:.3f} GB are weights that are not quantised (embeddings,"
+            " norms, the LM head)"
+        )
+    return choose_under_budget(candidates, budget - fixed)
+
+
+def _candidates(measured: Sensitivity) -> list[Candidate]:
+    return [
+        Candidate(str(scheme) if scheme else AS_IS, size, measured.errors[scheme])
+        for scheme, size in measured.num_bytes.items()
+    ]
+
+
+def _fits(scheme: QuantScheme, shape: tuple[int, ...]) -> bool:
+    rows, columns = shape
+    try:
+        scheme.scale_shape(rows, columns)
+    except VerifyError:
+        return False
+    return True

@@ -1,0 +1,173 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): columns are rounded one after another, and those
+that are still to come make up for the error of those that are done.
+
+With ``H = X^T X`` of what a weight ``W`` is multiplied by, the error of the product is
+``tr((W - Q) H (W - Q)^T)``. All that the algorithm needs of H is the upper Cholesky factor U of its
+inverse: a column i that is off by d costs ``(d / U_ii)^2``, once the columns to its right are moved
+by ``-d / U_ii * U_ij``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ir.errors import OctavoError
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor, quantize, round_to_sides
+
+# Columns whose updates of the rest are gathered into one product.
+_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class GPTQOptions:
+    """``damping`` is added to the diagonal of the Hessian, as a share of its mean. ``act_order``
+    rounds the columns of the largest inputs first; scales are then those of the weight as it came
+    (static groups), so that nothing is permuted when the model runs."""
+
+    damping: float = 0.01
+    act_order: bool = False
+
+
+@dataclass
+class _Sides:
+    """Scales and so on of all blocks, f32 or the scheme's dtypes, filled as groups are reached."""
+
+    scheme: QuantScheme
+    made: QuantTensor
+    group: int
+
+    def set(self, start: int, part: QuantTensor) -> None:
+        for name, tensor in part.parts():
+            if name != "codes":
+                getattr(self.made, name)[:, start // self.group] = tensor[:, 0]
+
+    def column(self, index: int) -> tuple[Tensor | None, ...]:
+        """Scale, zero and offset of each row at a column."""
+        at = index // self.group
+        parts = (self.made.scales, self.made.zeros, self.made.offsets)
+        return tuple(None if part is None else self._by_row(part[:, at]) for part in parts)
+
+    def _by_row(self, side: Tensor) -> Tensor:
+        rows = self.made.shape[0]
+        up = self.scheme.block[0] or rows
+        return side if up == 1 else side.repeat_interleave(up)[:rows]
+
+
+def gptq(
+    matrix: Tensor, hessian: Tensor, scheme: QuantScheme, options: GPTQOptions | None = None
+) -> QuantTensor:
+    """Round ``matrix [N, K]`` for inputs of which ``hessian f64[K, K]`` is ``X^T X``.
+
+    Scales are searched anew at the start of each group, for the values that the errors so far have
+    left there. A row that plain rounding serves better is rounded plainly, so that the error is
+    never above that of rounding to nearest. Computed in f64. Raises OctavoError for a Hessian that
+    is not finite.
+    """
+    options = options or GPTQOptions()
+    columns = matrix.shape[1]
+    if hessian.shape != (columns, columns) or not bool(hessian.isfinite().all()):
+        raise OctavoError(
+            f"GPTQ needs a finite Hessian of [{columns}, {columns}], got {list(hessian.shape)}"
+        )
+    root = _damped(hessian, options.damping)
+    nearest = quantize(matrix, scheme, importance=root.diagonal().float())
+    order = torch.arange(columns)
+    if options.act_order:
+        order = root.diagonal().argsort(descending=True, stable=True)
+        root = root[order][:, order]
+    factor, spread = _factors(root)
+    made, costs = _rounded(matrix.double(), factor, nearest, order, options.act_order)
+    gaps = (matrix.double() - nearest.dequantize().double())[:, order]
+    plain = (gaps @ spread).square().sum(1)
+    return _better(made, costs, nearest, plain)
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    damped = hessian.double().clone()
+    diagonal = damped.diagonal()
+    # An input that was always zero says nothing of its column: it stands for itself alone.
+    diagonal[diagonal == 0] = 1.0
+    diagonal += damping * diagonal.mean()
+    return damped
+
+
+def _factors(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper U with ``H^-1 = U^T U``, and its inverse R, with ``H = R R^T``.
+
+    Turned about both axes the lower Cholesky factor of a matrix is an upper one, so that no inverse
+    of H itself is needed.
+    """
+    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    if int(info):
+        raise OctavoError("GPTQ: the Hessian is not positive definite; use more damping or text")
+    upper = lower.flip(0, 1)
+    eye = torch.eye(len(upper), dtype=upper.dtype)
+    return torch.linalg.solve_triangular(upper, eye, upper=True), upper
+
+
+def _rounded(
+    matrix: Tensor, factor: Tensor, start: QuantTensor, order: Tensor, is_static: bool
+) -> tuple[QuantTensor, Tensor]:
+    """The rounded matrix, and the error of each row, ``f64[N]``. ``start`` lends its scales where
+    these are not searched anew."""
+    scheme, (rows, columns) = start.scheme, start.shape
+    group = scheme.block[1] or columns
+    is_static = is_static or scheme.block[0] != 1 or group == columns
+    width = _COLUMNS if is_static else max(1, _COLUMNS // group) * group
+    parts: dict[str, Any] = {name: part.clone() for name, part in start.parts()}
+    made = replace(start, **parts)
+    sides = _Sides(scheme, made, group)
+    rest, costs = matrix[:, order].clone(), torch.zeros(rows, dtype=torch.float64)
+    for first in range(0, columns, width):
+        last = min(first + width, columns)
+        block, local = rest[:, first:last], factor[first:last, first:last]
+        errors = torch.zeros_like(block)
+        for i in range(last - first):
+            column = first + i
+            if not is_static and column % group == 0:
+                weights = local.diagonal()[i : i + group].float().pow(-2)
+                values = block[:, i : i + group].float()
+                sides.set(column, quantize(values, _one_group(scheme), importance=weights))
+            codes, value = _round_column(block[:, i], sides, int(order[column]))
+            made.codes[:, order[column]] = codes
+            errors[:, i] = (block[:, i] - value) / local[i, i]
+            block[:, i:] -= errors[:, i : i + 1] * local[i, i:]
+        rest[:, last:] -= errors @ factor[first:last, last:]
+        costs += errors.square().sum(1)
+    return made, costs
+
+
+def _one_group(scheme: QuantScheme) -> QuantScheme:
+    return replace(scheme, block=(1, None))
+
+
+def _round_column(values: Tensor, sides: _Sides, column: int) -> tuple[Tensor, Tensor]:
+    """Codes of a column, and the numbers that they stand for in f64."""
+    scale, zero, offset = sides.column(column)
+    assert scale is not None, "there are always scales"
+    codes = round_to_sides(values.float(), sides.scheme, scale, zero, offset)
+    # As a matrix of one column whose rows have scales of their own.
+    parts = [None if part is None else part[:, None] for part in (scale, zero, offset)]
+    assert parts[0] is not None, "there are always scales"
+    one = QuantTensor(_one_group(sides.scheme), codes[:, None], parts[0], parts[1], parts[2])
+    return codes, one.dequantize()[:, 0].double()
+
+
+def _better(made: QuantTensor, costs: Tensor, nearest: QuantTensor, plain: Tensor) -> QuantTensor:
+    """Of each row, or of the whole where rows share scales, what costs less."""
+    worse = costs > plain
+    if made.scheme.block[0] != 1:
+        return nearest if costs.sum() > plain.sum() else made
+    chosen: dict[str, Any] = {}
+    for name, part in made.parts():
+        other = getattr(nearest, name)
+        # Floats of 8 bits have no kernels for this, bytes have.
+        kind = torch.uint8 if part.itemsize == 1 else part.dtype
+        rows = torch.where(worse[:, None], other.view(kind), part.view(kind))
+        chosen[name] = rows.view(part.dtype)
+    return replace(made, **chosen)

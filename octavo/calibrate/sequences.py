@@ -1,0 +1,98 @@
+"""Text as the sequences that a graph is run with: windows of tokens, and the inputs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph
+from octavo.ir.interpret import Result
+from octavo.ir.ops.paged import KVState
+from octavo.ir.types import DTYPES, KVType
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How much of a text is used: so many samples of so many tokens, spread over all of it."""
+
+    num_samples: int = 128
+    length: int = 512
+
+
+def sample_windows(ids: Sequence[int], options: CalibrationOptions) -> list[list[int]]:
+    """Windows at even distances that do not overlap; as many as there are, if the text is short.
+
+    Raises OctavoError for a text that does not fill one window.
+    """
+    count = min(options.num_samples, len(ids) // options.length)
+    if count < 1:
+        raise OctavoError(
+            f"the calibration text has {len(ids)} tokens, expected at least one sample of"
+            f" {options.length}; give a longer text or fewer tokens a sample"
+        )
+    room = len(ids) - count * options.length
+    starts = [k * options.length + (room * k) // max(1, count - 1) for k in range(count)]
+    return [list(ids[start : start + options.length]) for start in starts]
+
+
+def step_inputs(graph: Graph, sequences: Sequence[Sequence[int]]) -> dict[str, Result]:
+    """What a graph takes for whole sequences laid end to end, with logits of every token.
+
+    The storage of the caches is empty; ``hold_slot`` gives it room.
+    """
+    lengths = [len(ids) for ids in sequences]
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    table = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+    slots, block = [], 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[row, :count] = torch.arange(block, block + count)
+        slots.append(block * BLOCK_SIZE + torch.arange(length))
+        block += count
+    given: dict[str, Result] = {
+        "ids": torch.tensor([token for ids in sequences for token in ids]),
+        "positions": torch.cat([torch.arange(length) for length in lengths]),
+        "slot_mapping": torch.cat(slots),
+        "block_table": table,
+        "query_start": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int(),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "logit_rows": torch.arange(sum(lengths)),
+    }
+    inputs: dict[str, Result] = {}
+    for value in graph.inputs:
+        if isinstance(value.type, KVType):
+            inputs[value.name] = _empty_caches(value.type, block)
+        else:
+            inputs[value.name] = given[value.name]
+    return inputs
+
+
+def _empty_caches(kv: KVType, num_blocks: int) -> KVState:
+    def make(heads: int, dim: int) -> Tensor:
+        cache = torch.empty((num_blocks, BLOCK_SIZE, heads, dim), dtype=DTYPES[kv.dtype])
+        cache.untyped_storage().resize_(0)
+        return cache
+
+    return KVState(
+        tuple(make(slot.num_kv_heads, slot.head_dim) for slot in kv.slots),
+        tuple(make(slot.num_kv_heads, slot.v_head_dim) for slot in kv.slots),
+    )
+
+
+def hold_slot(state: KVState, slot: int) -> None:
+    """Give a slot's caches memory, if they have none: NaN, as nothing was written yet."""
+    for cache in (state.keys[slot], state.values[slot]):
+        if not cache.untyped_storage().nbytes():
+            cache.untyped_storage().resize_(cache.numel() * cache.itemsize)
+            cache.fill_(torch.nan)
+
+
+def free_slot(state: KVState, slot: int) -> None:
+    """Take the memory of a slot's caches away: no attention reads them any more."""
+    for cache in (state.keys[slot], state.values[slot]):
+        cache.untyped_storage().resize_(0)

@@ -1,0 +1,1 @@
+"""How much a compiled model differs from the one it was made of, on a text."""
