@@ -158,11 +158,14 @@ class TritonLayout:
             return QuantTensor(self.scheme, codes, scales)
         step = self.scheme.block[0] or self.n
         sides = {
-            name: parts[name][..., : self.groups].transpose(0, 1).flatten(1)[::step, : shape[1]]
+            name: self._unpack_sides(parts[name])[::step, : shape[1]].contiguous()
             for name in ("scales", "zeros", "offsets")
             if name in parts
         }
         return QuantTensor(self.scheme, codes, **sides)
+
+    def _unpack_sides(self, packed: Tensor) -> Tensor:
+        return packed[..., : self.groups].transpose(0, 1).flatten(1)
 
     def _unpack_codes(self, packed: Tensor) -> Tensor:
         if self.pieces == 2:

@@ -37,6 +37,8 @@ def _width(value: Value) -> int:
 def _linear(node: Node) -> Rule | None:
     """``linear`` and ``fused_linear``: the former is the latter with nothing around it."""
     x, weight = node.operand(0), node.operand(1)
+    if isinstance(weight.type, QuantType):
+        return None
     if not weight.is_weight or x.dtype not in ("bf16", "f16", "f32"):
         return None
     constants = _linear_constants(node)

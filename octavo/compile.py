@@ -163,7 +163,8 @@ def _recipe(
 
 
 def _every(targets: Targets) -> list[Target]:
-    return [cuda_target(arch) for arch in targets.archs] or [targets.main]
+    """The oldest GPU first: what it cannot do is the reason to give."""
+    return [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from octavo.runtime.errors import ArtifactError
 _ALIGNMENT = 256
 _PIECE_BYTES = 32 * 2**20
 _NUM_THREADS = 8
-_CODES = (torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn)  # of quantised weights
-_BELOW_TWO = 0xB7  # the bits of an e4m3 without the one that makes it large, or no number
+# Codes of quantised weights by their dtype, and how large they are: 4 bits lie in bytes or words.
+_CODES = {torch.int8: 74.0, torch.uint8: 4.6, torch.int16: 4.6, torch.float8_e4m3fn: 0.6}
+_BELOW_TWO = 0xBF  # the bits of an e4m3 without the one that makes it large, or no number
 _SMALL_POWER = 121  # 2**-6 as an e8m0
 _DUMMY_STD = 0.02  # as most models are initialised: activations stay finite through all layers
 
@@ -113,14 +114,20 @@ def load_weights(
     made = set(absent or weights) if dummy else set()
     generator = torch.Generator(device).manual_seed(0)
     for name in sorted(made):
-        _fill(views[name], generator)
+        codes = views.get(f"{name.removesuffix('.scales')}.codes")
+        _fill(views[name], generator, codes)
     _read_all({name: weights[name] for name in weights.keys() - made}, views, device)
     return views
 
 
-def _fill(tensor: Tensor, generator: torch.Generator) -> None:
+def _fill(tensor: Tensor, generator: torch.Generator, codes: Tensor | None) -> None:
+    """``codes`` are those that a tensor of scales is for."""
     if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+        if codes is None:
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+        else:
+            usual = _DUMMY_STD / _CODES[codes.dtype]
+            tensor.uniform_(0.5 * usual, 1.5 * usual, generator=generator)
         return
     bits = tensor.view(torch.uint8)
     if tensor.dtype in _CODES:

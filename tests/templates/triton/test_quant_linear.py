@@ -26,7 +26,7 @@ from octavo.runtime.kernel import Workspace, recording
 from tests.rendered_kernel import rendered
 from tests.tolerances import LINEAR_KERNEL, distance
 
-ROWS = (1, 2, 5, 17, 64, 65, 123)
+ROWS = (1, 5, 17, 123)
 INT4, FP8, INT8 = "int4<1x128, bf16>", "f8e4m3<1x*, f32, x=f8e4m3>", "int8<1x*, f32, x=i8>"
 SCHEMES = [
     INT4,
@@ -237,21 +237,21 @@ def _check_every_way(module: ModuleType, rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes(scheme: str, rows: int) -> None:
-    _check_every_way(_module(scheme, 130, 384), rows)
+    _check_every_way(_module(scheme, 66, 384), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 65])
-@pytest.mark.parametrize("scheme", [INT4, "uint4<1x128, f16, zero=u8>", FP8, INT8])
+@pytest.mark.parametrize("rows", [1, 2, 64, 65])
+@pytest.mark.parametrize("scheme", [INT4, FP8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, scheme: str, rows: int) -> None:
-    _check_every_way(_module(scheme, 128, 256, **VARIANTS[variant]), rows)
+    _check_every_way(_module(scheme, 128, 128, **VARIANTS[variant]), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 65])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_other_dtypes(scheme: str, dtype: str, rows: int) -> None:
-    _check_every_way(_module(scheme, 64, 128, dtype=dtype, out_dtype=dtype), rows)
+    _check_every_way(_module(scheme, 16, 128, dtype=dtype, out_dtype=dtype), rows)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 65])
@@ -275,7 +275,7 @@ def test_odd_shapes(scheme: str, n: int, k: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [FP8, INT8])
-@pytest.mark.parametrize("k", [1025, 7168, 14336])
+@pytest.mark.parametrize("k", [1025, 14336])
 def test_long_rows(scheme: str, k: int) -> None:
     _check_every_way(_module(scheme, 12, k, norm_eps=1e-5, activation="silu", has_bias=True), 1)
 
@@ -288,9 +288,9 @@ def test_rows_at_a_stride(scheme: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [INT4, FP8])
-@pytest.mark.parametrize("variant", ["sumsq", "emit", "gated"])
+@pytest.mark.parametrize("variant", ["emit", "gated"])
 def test_every_candidate(variant: str, scheme: str) -> None:
-    module = _module(scheme, 128, 1024, **VARIANTS[variant])
+    module = _module(scheme, 64, 1024, **VARIANTS[variant])
     done: list[dict[str, Any]] = []
     try:
         for bucket in module.CHOICES.buckets:
