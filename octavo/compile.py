@@ -146,7 +146,8 @@ def _recipe(
     if quant is None and head is None:
         return None
     recipe = None
-    for target in [cuda_target(arch) for arch in targets.archs] or [targets.main]:
+    # The oldest first: what it cannot do is the reason to give.
+    for target in [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]:
         recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
 
