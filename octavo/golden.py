@@ -12,12 +12,15 @@ from torch import Tensor
 from octavo.codegen.generate import STEP_INPUTS
 from octavo.codegen.quant_layouts import find_layout
 from octavo.frontend.check_trace import NUM_TOP, TraceCheck
-from octavo.ir.graph import Graph, Value
+from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.interpret import interpret
 from octavo.ir.ops.paged import KVState
+from octavo.ir.parser import parse_graph
+from octavo.ir.printer import print_graph
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import KVType, QuantType
 from octavo.ir.weight_cache import WeightCache
+from octavo.passes.fused_linear import LINEARS
 from octavo.runtime.self_check import golden_batch
 from octavo.runtime.window_logits import BLOCK_SIZE
 
@@ -34,14 +37,17 @@ def quantized_golden_json(
     """What the final graph of a quantised model says, by the interpreter.
 
     ``weights`` are those of the artifact. A kernel may round what a scheme lets it round, so the
-    program may be as far from this as the graph is from Hugging Face with whole weights, besides
-    what the dtype allows.
+    program may be as far from this as the graph is from Hugging Face with whole weights, and three
+    times as far as it is from itself with x and products rounded, besides what the dtype allows.
     """
     cases = _cases(check)
     whole = torch.stack([logits[-1] for logits in check.logits]).float().log_softmax(-1)
     logprobs = _logits(graph, cases, StoredWeights(graph, weights, layouts)).log_softmax(-1)
     top = logprobs.topk(min(NUM_TOP, logprobs.shape[-1]), dim=-1)
     loss = float((logprobs - whole).abs().gather(1, top.indices).max())
+    copy, same = _rounding(graph, layouts)
+    rounded = _logits(copy, cases, StoredWeights(copy, weights, same)).log_softmax(-1)
+    loss += 3 * float((logprobs - rounded).abs().gather(1, top.indices).max())
     for case, ids, values in zip(cases, top.indices, top.values, strict=True):
         case |= {"top_ids": ids.tolist(), "top_logprobs": values.tolist()}
     return _text("the quantised graph", 2 * check.bound.largest + loss, cases)
@@ -79,6 +85,33 @@ class _Nothing:
 
     def load_quantized(self, key: str) -> QuantTensor:
         raise KeyError(key)
+
+
+def _rounding(graph: Graph, layouts: Mapping[Value, str]) -> tuple[Graph, dict[Value, str]]:
+    """A copy in which quantised linears read and give the narrowest types that a kernel has.
+
+    They read 8 bits where the scheme permits them, else bf16, and give bf16; a float of 8 bits
+    rounds most numbers no less than an i8 with a scale does.
+    """
+    copy = parse_graph(print_graph(graph, origins=False))
+    for node in copy.find(*LINEARS):
+        weight, x = node.operand(1).type, node.operand(0)
+        if isinstance(weight, QuantType):
+            narrow = copy.insert_before(
+                node, "cast", x, dtype="f8e4m3" if weight.scheme.x else "bf16"
+            )
+            wide = copy.insert_before(node, "cast", narrow.output, dtype=x.dtype)
+            copy.set_inputs(node, [wide.output, *node.inputs[1:]])
+            _round_result(copy, node)
+    return copy, {copy.value(str(value)): layout for value, layout in layouts.items()}
+
+
+def _round_result(graph: Graph, linear: Node) -> None:
+    y = linear.output
+    narrow = graph.insert_after(linear, "cast", y, dtype="bf16")
+    wide = graph.insert_after(narrow, "cast", narrow.output, dtype=y.dtype).output
+    graph.replace_uses(y, wide, [user for user in graph.users(y) if user is not narrow])
+    graph.outputs = [wide if value is y else value for value in graph.outputs]
 
 
 def _logits(graph: Graph, cases: list[dict[str, Any]], weights: WeightCache) -> Tensor:

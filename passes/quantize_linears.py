@@ -82,7 +82,10 @@ def _read_codes(graph: Graph, linear: Node, parts: list[Value], report: Report) 
     if reason is not None:
         return report.missed(linear, f"its matrix stays dequantised: {reason}")
     if len(parts) == 1:
+        weight = linear.operand(1)
         graph.set_inputs(linear, [linear.inputs[0], parts[0], *linear.inputs[2:]])
+        if report.context.quantization.can_embed(scheme):
+            _embed(graph, weight, parts[0])
         return True
     name = linear.operand(1).name
     _give(graph, linear, graph.constant("concat_rows", *parts, name=name))

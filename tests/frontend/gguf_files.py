@@ -58,12 +58,10 @@ _NAMES = {
     "gemma3_text": _GEMMA_NAMES,
     "gpt2": _GPT2_NAMES,
 }
-# Where the f16 scales of a block lie.
-_F16_AT = {
-    **dict.fromkeys(("Q4_0", "Q8_0"), (0,)),
-    **dict.fromkeys(("Q4_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q6_K": (208,),
-}
+# Where the f16 scales of a block lie, and what the second is of the first: about half the codes, so
+# that the numbers of a block lie on both sides of zero.
+_SCALE_AT = {"Q6_K": 208}
+_OFFSETS = {"Q4_1": -8, "Q4_K": 8, "Q5_K": 16}
 _ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 
@@ -109,9 +107,11 @@ def random_rows(
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     draw = np.random.default_rng(rows * columns)
     blocks = draw.integers(0, 256, (rows * columns // elements, size), dtype=np.uint8)
-    for start in _F16_AT[kind.name]:
-        scales = draw.normal(0, deviation, len(blocks)).astype(np.float16)
-        blocks[:, start : start + 2] = scales[:, None].view(np.uint8)
+    scales = draw.normal(0, deviation, len(blocks)).astype(np.float16)
+    start = _SCALE_AT.get(kind.name, 0)
+    blocks[:, start : start + 2] = scales[:, None].view(np.uint8)
+    if kind.name in _OFFSETS:
+        blocks[:, 2:4] = (_OFFSETS[kind.name] * scales[:, None]).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
