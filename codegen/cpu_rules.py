@@ -73,6 +73,17 @@ def _quant_linear(node: Node, weight: QuantType) -> Rule:
     return Rule(("out",), kernel)
 
 
+def _quant_embedding(node: Node) -> Rule | None:
+    matrix = node.operand(1).type
+    assert isinstance(matrix, QuantType), f"{node}: no quantised table"
+    template, layout = quant_kernel(matrix.scheme)
+    if template != "quant_linear_int8" or matrix.scheme.block[0] != 1:
+        return None
+    n, k = matrix.shape
+    constants = (("k", k), ("n", n), ("scheme", matrix.scheme))
+    return Rule(("out",), Kernel(node.op, constants, (k,), layouts=((1, layout),)))
+
+
 def quant_kernel(scheme: QuantScheme) -> tuple[str, str]:
     """The template for matrices of a scheme, and how they are packed."""
     if scheme.codes == "int8" and scheme.block in ((1, None), (None, None)) and _is_plain(scheme):
@@ -184,6 +195,7 @@ def _paged_attention(node: Node) -> Rule:
 
 CPU_RULES: KernelRules = {
     "linear": _linear,
+    "quant_embedding": _quant_embedding,
     "rms_norm": partial(_norm, weight_at=1),
     "layer_norm": partial(_norm, weight_at=1),
     "add_rms_norm": partial(_norm, weight_at=2),

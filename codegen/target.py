@@ -11,7 +11,7 @@ from octavo.codegen.cpu_rules import CPU_RULES
 from octavo.codegen.kernels import KernelRules
 from octavo.codegen.triton_rules import TRITON_RULES
 from octavo.ir.errors import OctavoError
-from octavo.ir.graph import Graph, Node
+from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import SymDim, TensorType
 
@@ -57,6 +57,15 @@ class Target:
             return f"{self.name} has no kernel for {scheme}; choose int8 or int4"
         return None
 
+    def can_embed(self, scheme: QuantScheme) -> bool:
+        """Whether the target looks rows up in matrices of a scheme."""
+        if "quant_embedding" not in self.rules:
+            return False
+        graph = Graph("embedding")
+        ids = graph.add_input("ids", TensorType("i64", (SymDim("T"),)))
+        node = graph.append("quant_embedding", ids, _matrix(graph, scheme), dtype=self.dtypes[0])
+        return self.rules["quant_embedding"](node) is not None
+
     def check_dtype(self, dtype: str) -> None:
         """Raise OctavoError unless there are kernels for models of this dtype."""
         if dtype not in self.dtypes:
@@ -70,8 +79,12 @@ def _linear_of(scheme: QuantScheme, dtype: str) -> Node:
     """A linear with a weight of a scheme, such as the rules of a target look at."""
     graph = Graph("linear")
     x = graph.add_input("x", TensorType(dtype, (SymDim("T"), 512)))
+    return graph.append("linear", x, _matrix(graph, scheme))
+
+
+def _matrix(graph: Graph, scheme: QuantScheme) -> Value:
     attrs = {"key": "w", "scheme": str(scheme), "shape": (512, 512)}
-    return graph.append("linear", x, graph.constant("quantized", **attrs))
+    return graph.constant("quantized", **attrs)
 
 
 CPU = Target("cpu", "cpu", "cpu", ("f32", "bf16"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.codegen.kernels import Kernel, KernelRules, Rule
 from octavo.ir.graph import Node, Value
-from octavo.ir.types import KVType, TensorType
+from octavo.ir.types import KVType, QuantType, TensorType
 
 _WORKSPACE = ("workspace",)
 _ATTENTION = ("block_size", "workspace")
@@ -35,6 +35,8 @@ def _width(value: Value) -> int:
 def _linear(node: Node) -> Rule | None:
     """``linear`` and ``fused_linear``: the former is the latter with nothing around it."""
     x, weight = node.operand(0), node.operand(1)
+    if isinstance(weight.type, QuantType):
+        return None
     if not weight.is_weight or x.dtype not in ("bf16", "f16", "f32"):
         return None
     n, k = weight.shape

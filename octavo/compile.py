@@ -156,13 +156,14 @@ def _recipe(
     if (quant is None or quant == AUTO) and head is None:
         return None
     recipe = None
+    # The oldest first: what it cannot do is the reason to give.
     for target in _every(targets):
         recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
 
 
 def _every(targets: Targets) -> list[Target]:
-    return [cuda_target(arch) for arch in targets.archs] or [targets.main]
+    return [cuda_target(arch) for arch in sorted(targets.archs)] or [targets.main]
 
 
 @contextmanager
@@ -234,7 +235,8 @@ def _build(job: _Job) -> Manifest:
 def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) -> Planned:
     """What is quantised and how, by a calibration if one is asked for."""
     request = job.calibration
-    found = Quantization(job.recipe, why_no_kernel=job.targets.main.why_no_kernel)
+    target = job.targets.main
+    found = Quantization(job.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed)
     if not job.with_weights or (request.text is None and request.budget_gb is None):
         return Planned(found, weights)
     with job.phases("calibrate") as tell:
@@ -245,7 +247,7 @@ def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) 
             weights,
             found,
             request,
-            target=job.targets.main.kind,
+            target=target.kind,
             tokenizer=Tokenizer.from_directory(codes) if has_tokenizer else None,
             folder=codes,
             schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], _every(job.targets)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.ir.errors import OctavoError
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.async_llm import AsyncLLM as ArtifactAsyncLLM
@@ -23,16 +22,12 @@ class LLM(ArtifactLLM):
         """The artifact itself, or the one that the model compiles to."""
         path = Path(model).expanduser()
         if not (path / "manifest.json").is_file():
-            if options.quantization is not None:
-                raise OctavoError(
-                    f"quantization={options.quantization!r}: this version compiles no quantised "
-                    "models; leave it out"
-                )
             dtype = str(DTYPES[options.dtype]).removeprefix("torch.") if options.dtype else "auto"
             # Here and not above: an artifact loads without the seconds that the compiler takes.
             from octavo.artifact_cache import compiled
 
-            path = compiled(model, dtype=dtype, revision=options.revision)
+            quant = options.quantization
+            path = compiled(model, dtype=dtype, quant=quant, revision=options.revision)
         return super().open_artifact(path, options)
 
 

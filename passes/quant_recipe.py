@@ -59,18 +59,24 @@ def _every_scheme(scheme: QuantScheme) -> str | None:
     return None
 
 
+def _no_scheme(scheme: QuantScheme) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What quantize-linears goes by.
 
-    ``is_calibrated``: the codes come from elsewhere, by the name of the weight. ``scaled`` are the
-    names of the inputs of linears that a calibration scales. ``why_no_kernel`` says why the target
-    cannot multiply by matrices of a scheme, None when it can.
+    ``is_calibrated``: the codes come from elsewhere, by the name of the weight. ``why_no_kernel``
+    says why the target cannot multiply by matrices of a scheme, None when it can; ``can_embed``
+    whether it looks rows up in them. ``scaled`` are the names of the inputs of linears that a
+    calibration scales.
     """
 
     recipe: Recipe | None = None
     is_calibrated: bool = False
     why_no_kernel: Callable[[QuantScheme], str | None] = field(default=_every_scheme)
+    can_embed: Callable[[QuantScheme], bool] = field(default=_no_scheme)
     scaled: frozenset[str] = frozenset()
 
 

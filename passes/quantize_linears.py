@@ -56,7 +56,21 @@ def _quantize(
         _check_group(members[0], scheme, weight)
         made[weight, scheme] = _rounded(graph, weight, scheme, report)
     _give(graph, linear, made[weight, scheme])
+    if members[0].is_head and report.context.quantization.can_embed(scheme):
+        _embed(graph, weight, made[weight, scheme])
     return True
+
+
+def _embed(graph: Graph, weight: Value, matrix: Value) -> None:
+    """Look the embedding up in the quantised head where the two are tied: one matrix is kept."""
+    readers = [user for user in graph.users(weight) if not user.is_weight]
+    if not readers or any(user.op != "embedding" for user in readers):
+        return
+    for node in readers:
+        ids, dtype = node.operand(0), node.output.dtype
+        rows = graph.insert_before(node, "quant_embedding", ids, matrix, dtype=dtype)
+        graph.replace_all(node.output, rows.output)
+        graph.erase(node)
 
 
 def _read_codes(graph: Graph, linear: Node, parts: list[Value], report: Report) -> bool:

@@ -26,6 +26,9 @@ from octavo.runtime.errors import ArtifactError
 _ALIGNMENT = 256
 _PIECE_BYTES = 32 * 2**20
 _NUM_THREADS = 8
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn)  # of quantised weights
+_BELOW_TWO = 0xB7  # the bits of an e4m3 without the one that makes it large, or no number
+_SMALL_POWER = 121  # 2**-6 as an e8m0
 _DUMMY_STD = 0.02  # as most models are initialised: activations stay finite through all layers
 
 
@@ -90,7 +93,7 @@ def packed_bytes(weights: Mapping[str, StoredWeight]) -> int:
 def load_weights(
     weights: Mapping[str, StoredWeight], device: torch.device, *, dummy: bool
 ) -> dict[str, Tensor]:
-    """Tensors by name on a device. ``dummy``: random ones for floats, zeros for others.
+    """Tensors by name on a device. ``dummy``: random ones for floats and codes, zeros for others.
 
     Weights that are not stored are made only with ``dummy``; those that are stored beside such
     ones (position tables) are read all the same. Raises ArtifactError.
@@ -118,8 +121,14 @@ def load_weights(
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:
     if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+        return
+    bits = tensor.view(torch.uint8)
+    if tensor.dtype in _CODES:
+        bits.random_(generator=generator)
+        if tensor.dtype == torch.float8_e4m3fn:
+            bits.bitwise_and_(_BELOW_TWO)
     else:
-        tensor.view(torch.uint8).zero_()
+        bits.fill_(_SMALL_POWER if tensor.dtype == torch.float8_e8m0fnu else 0)
 
 
 @dataclass(frozen=True)

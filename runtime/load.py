@@ -136,7 +136,8 @@ def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
     if options.quantization is not None and options.quantization != quantization:
         raise InvalidRequest(
             f"{artifact.root} was compiled with quantization {quantization}, not "
-            f"{options.quantization}; leave quantization out: this version quantises no models"
+            f"{options.quantization}; leave quantization out or compile the model again with"
+            f" --quant {options.quantization}"
         )
 
 

@@ -1,12 +1,13 @@
 """Quantised matrices: where they come from, and back; see docs/quantization.md.
 
-All stand in the weights region. Schemes are attributes in their text form.
+All but quant_embedding stand in the weights region. Schemes are attributes in their text form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ir import quant_tensor
@@ -61,6 +62,19 @@ def _(weight: QuantType, *, dtype: str) -> TensorType:
     if not isinstance(weight, QuantType) or not DTYPES[dtype].is_floating_point:
         raise VerifyError(f"dequantize: no {dtype} matrix of {weight}")
     return TensorType(dtype, weight.shape)
+
+
+@op
+def quant_embedding(ids: Tensor, weight: QuantTensor, *, dtype: str) -> Tensor:
+    """Rows of a quantised matrix: ``dequantize(weight, dtype)[ids]``, ids ``[T]``."""
+    return F.embedding(ids, weight.dequantize(DTYPES[dtype]))
+
+
+@quant_embedding.infer
+def _(ids: TensorType, weight: QuantType, *, dtype: str) -> TensorType:
+    if ids.dtype not in ("i64", "i32") or not isinstance(weight, QuantType):
+        raise VerifyError(f"quant_embedding: no rows {ids} of {weight}")
+    return TensorType(dtype, (*ids.shape, weight.shape[1]))
 
 
 @op

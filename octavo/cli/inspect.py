@@ -103,7 +103,7 @@ def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
         "model": f"{manifest.architecture} ({manifest.model_type})",
         "target": manifest.target,
         "dtype": manifest.dtype,
-        "quantization": manifest.quantization or "none",
+        "quantization": _describe_quantization(manifest),
         "vocabulary": f"{manifest.vocab_size} tokens",
         "longest context": f"{manifest.max_position} tokens",
         "KV cache": _describe_slots(manifest.kv_slots),
@@ -124,6 +124,12 @@ def _print_loss(console: Console, directory: Path) -> None:
     for name, value in loss.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _describe_quantization(manifest: Manifest) -> str:
+    """The recipe, and how many linears are held by each scheme."""
+    schemes = ", ".join(f"{count} x {name}" for name, count in manifest.quant_schemes.items())
+    return ": ".join(filter(None, (manifest.quantization or "none", schemes)))
 
 
 def _describe_slots(slots: tuple[KVSlot, ...]) -> str:

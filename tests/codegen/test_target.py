@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.codegen.target import resolve_target, resolve_targets
+from octavo.codegen.target import CPU, resolve_target, resolve_targets
 from octavo.ir.errors import OctavoError
+from octavo.ir.quant_scheme import QuantScheme
 
 
 def test_cpu() -> None:
@@ -64,3 +65,23 @@ def test_several_targets() -> None:
             resolve_targets(mixed)
     with pytest.raises(OctavoError, match="unknown target 'metal'"):
         resolve_targets("cuda:sm_90,metal")
+
+
+@pytest.mark.parametrize("scheme", ["int8<1x*, f32>", "nf4<1x64, f32>", "f8e4m3<*x*, f32>"])
+def test_the_cpu_runs_every_scheme(scheme: str) -> None:
+    assert CPU.why_no_kernel(QuantScheme.parse(scheme)) is None
+
+
+def test_old_gpus_have_no_8_bit_floats() -> None:
+    scheme = QuantScheme.parse("f8e4m3<1x*, f32, x=f8e4m3>")
+    for name in ("cuda:sm_80", "cuda:sm_86"):
+        reason = resolve_target(name).why_no_kernel(scheme)
+        assert reason is not None
+        assert reason.startswith(f"{name} has no 8-bit floats")
+        assert "choose int8, int4" in reason
+
+
+def test_rows_are_looked_up_in_8_bits_with_a_scale_each() -> None:
+    assert CPU.can_embed(QuantScheme.parse("int8<1x*, f32>"))
+    assert not CPU.can_embed(QuantScheme.parse("int8<*x*, f32>"))
+    assert not CPU.can_embed(QuantScheme.parse("int4<1x32, f32>"))

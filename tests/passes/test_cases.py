@@ -35,7 +35,9 @@ def _why_no_kernel(scheme: QuantScheme) -> str | None:
     return "there is no kernel for nf4" if scheme.codes == "nf4" else None
 
 
-CONTEXT = PassContext(16, Quantization(RECIPE, why_no_kernel=_why_no_kernel))
+CONTEXT = PassContext(
+    16, Quantization(RECIPE, why_no_kernel=_why_no_kernel, can_embed=lambda scheme: scheme == _INT8)
+)
 
 
 class Lattice(RandomSource):

@@ -71,6 +71,16 @@ def test_dummies_are_random_floats_and_zeros(toy: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in stored)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "float8_e4m3fn"])
+def test_dummies_of_codes_are_random_numbers(dtype: str, toy: Path) -> None:
+    write(toy, shapes={"codes": [dtype, [64, 32]], "scales": ["float8_e8m0fnu", [64]]})
+    loaded = load_weights(stored_weights(Artifact.open(toy)), CPU, dummy=True)
+    codes = loaded["codes"].double()
+    assert len(codes.unique()) > 100
+    assert bool(codes.isfinite().all())
+    assert set(loaded["scales"].float().tolist()) == {2.0**-6}
+
+
 def test_weights_that_are_absent_are_made_up_beside_those_that_are_there(toy: Path) -> None:
     expected = write(toy, shapes={"absent": ["bfloat16", [64, 32]]})
     artifact = Artifact.open(toy)

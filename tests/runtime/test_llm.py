@@ -511,7 +511,7 @@ def test_without_a_tokenizer_ids_still_work(shared_toy: Path) -> None:
 def test_options_that_contradict_the_artifact(shared_toy: Path) -> None:
     with pytest.raises(InvalidRequest, match="compiled with dtype float32, not bfloat16"):
         LLM(shared_toy, dtype="bfloat16")
-    with pytest.raises(InvalidRequest, match="quantization None, not awq; leave quantization out"):
+    with pytest.raises(InvalidRequest, match="quantization None, not awq; leave quantization"):
         LLM(shared_toy, quantization="awq")
     with pytest.raises(InvalidRequest, match="beyond the model's own maximum of 512"):
         LLM(shared_toy, max_model_len=513)

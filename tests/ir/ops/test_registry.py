@@ -48,6 +48,7 @@ SAMPLES: list[tuple[str, list[str | None], dict[str, Any]]] = [
     ("fused_linear", ["f16[T, 8]", "f8e4m3<*x*, f32>[6, 8]"], {"out_dtype": "f32"}),
     ("quantize", ["bf16[6, 8]"], {"scheme": "nf4<1x4, f32>"}),
     ("dequantize", ["uint4<1x4, f16, zero=u8>[6, 8]"], {"dtype": "bf16"}),
+    ("quant_embedding", ["i64[T]", "int8<1x*, f32>[9, 8]"], {"dtype": "bf16"}),
     ("concat_rows", ["int8<1x*, f32>[6, 8]", "int8<1x*, f32>[1, 8]"], {}),
     ("matmul", ["f32[4, T, 8]", "f32[4, 8, T]"], {}),
     ("embedding", ["i64[1, T]", "f32[9, 8]"], {}),

@@ -148,3 +148,17 @@ def test_inputs_of_three_dims() -> None:
     for scheme in ("int8<1x*, f32>", "int4<1x32, f32>", "nf4<1x64, f32>"):
         matrix, x = sample(scheme, 48, 64, 6)
         assert torch.equal(run(matrix, x.view(2, 3, 64)).view(6, 48), run(matrix, x))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_of_a_quantised_table(dtype: str) -> None:
+    matrix, _ = sample("int8<1x*, f32>", 50, 40, 1)
+    text = render_kernel(
+        "cpu/quant_embedding.py.j2",
+        "quant_embedding",
+        {"k": 40, "n": 50, "scheme": matrix.scheme},
+    )
+    ids = torch.tensor([49, 0, 7, 7])
+    out = torch.empty(4, 40, dtype=DTYPES[dtype])
+    imported("quant_embedding", text).run(ids, matrix.codes, matrix.scales, out=out)
+    assert torch.equal(out, dense(matrix)[ids].float().to(out.dtype))

@@ -1,0 +1,206 @@
+"""A model compiled with each scheme says what Hugging Face says with the dequantised weights.
+
+Codes and scales are read from the artifact; the matrices that they stand for are computed here, by
+the formula of docs/quantization.md, and put into the Hugging Face model, which runs eagerly.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.codegen.cpu_rules import quant_kernel
+from octavo.codegen.quant_layouts import find_layout
+from octavo.codegen.weights import WrittenWeights
+from octavo.compile import compile_model
+from octavo.ir.errors import OctavoError
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import QuantTensor
+from octavo.ir.types import QuantType
+from octavo.llm import LLM
+from octavo.runtime.artifact import Artifact
+from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.self_check import check_golden
+from tests.runtime.toy_artifact import byte_tokenizer
+
+HIDDEN, INNER, LAYERS = 64, 128, 3
+PARTS = {  # what is merged, with its rows
+    "self_attn.qkv": {"self_attn.q_proj": 64, "self_attn.k_proj": 32, "self_attn.v_proj": 32},
+    "self_attn.o_proj": {"self_attn.o_proj": 64},
+    "mlp.gate_up": {"mlp.gate_proj": INNER, "mlp.up_proj": INNER},
+    "mlp.down_proj": {"mlp.down_proj": 64},
+}
+PROMPT, NEW = [5, 17, 40, 3, 99, 61, 8], 5
+# Products in bf16 cost as much as Hugging Face in bf16; sums of integers are exact.
+IN_BF16 = {"int4-g64", "int4-g32", "int4-asym-g32", "int8-w8a8"}
+NAMES = ["int8", "fp8", "fp8-tensor", "fp8-block", "mxfp4", "nf4", *sorted(IN_BF16)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=263,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def dense(matrix: QuantTensor) -> Tensor:
+    """``(code - zero) * scale + offset`` in float64."""
+    scheme, (n, k) = matrix.scheme, matrix.shape
+    table = scheme.format.table
+    values = torch.tensor(table)[matrix.codes.long()].double() if table else matrix.codes.double()
+    up, across = scheme.block[0] or n, scheme.block[1] or k
+
+    def wide(sides: Tensor) -> Tensor:
+        return sides.double()[torch.arange(n) // up][:, torch.arange(k) // across]
+
+    if matrix.zeros is not None:
+        values = values - wide(matrix.zeros)
+    values = values * wide(matrix.scales)
+    return values if matrix.offsets is None else values + wide(matrix.offsets)
+
+
+def quantized_state(artifact: Path, scheme: QuantScheme, state: dict[str, Tensor]) -> None:
+    """Replace the linears of a state dict by what the artifact's codes stand for."""
+    stored = WrittenWeights(artifact / "weights")
+    layout = find_layout(quant_kernel(scheme)[1])
+    for layer in range(LAYERS):
+        for merged, parts in PARTS.items():
+            rows = sum(parts.values())
+            kind = QuantType(scheme, (rows, INNER if merged == "mlp.down_proj" else HIDDEN))
+            name = f"layers.{layer}.{merged}.weight"
+            found = {part: stored[f"{name}.{part}"] for part in layout.part_types(kind)}
+            whole = dense(layout.unpack(found, kind))
+            for part, values in zip(parts, whole.split(list(parts.values())), strict=True):
+                key = f"model.layers.{layer}.{part}.weight"
+                # Rounding to nearest: no weight moves by more than the distance between codes.
+                assert (values - state[key]).abs().mean() < 0.2 * state[key].abs().mean()
+                state[key] = values
+
+
+@cache
+def hf_model(folder: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def hf_logprobs(model: Any, ids: list[int]) -> Tensor:
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def scheme_of(artifact: Path) -> QuantScheme:
+    schemes = Artifact.open(artifact).manifest.quant_schemes
+    assert list(schemes.values()) == [4 * LAYERS]
+    return QuantScheme.parse(next(iter(schemes)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantised_model_says_what_its_codes_say(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    artifact = tmp_path / "artifact"
+    compile_model(checkpoint, artifact, dtype="float32", target="cpu", quant=name, progress=False)
+    exact = copy.deepcopy(hf_model(checkpoint)).double()
+    state = exact.state_dict()
+    quantized_state(artifact, scheme_of(artifact), state)
+    exact.load_state_dict(state)
+    narrow = copy.deepcopy(exact).to(torch.bfloat16 if name in IN_BF16 else torch.float32)
+
+    llm = LLM(artifact, quantization=name)
+    params = SamplingParams(temperature=0, max_tokens=NEW, logprobs=5, ignore_eos=True)
+    answer = llm.generate([{"prompt_token_ids": PROMPT}], params)[0].outputs[0]
+    text = [*PROMPT, *answer.token_ids]
+    want = hf_logprobs(exact, text)[len(PROMPT) - 1 : -1]
+    noise = float((hf_logprobs(narrow, text)[len(PROMPT) - 1 : -1] - want).abs().max())
+    for row, found in zip(want, answer.logprobs, strict=True):
+        for token, logprob in found.items():
+            assert abs(logprob.logprob - float(row[token])) <= 3 * noise
+    check_golden(Artifact.open(artifact))
+
+
+def test_a_recipe_and_what_inspect_says_of_it(
+    checkpoint: Path, tmp_path: Path, octavo_here: Any
+) -> None:
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text(
+        "first.*: none\n'*.q_proj': int8\n'*.mlp.*': int4<1x32, f16>\nlm_head: int8\n"
+    )
+    artifact = tmp_path / "artifact"
+    compile_model(checkpoint, artifact, dtype="float32", target="cpu", quant=recipe, progress=False)
+    manifest = Artifact.open(artifact).manifest
+    assert manifest.quantization == "mixed"
+    # q_proj and the MLP of all layers but the first, and the head.
+    assert manifest.quant_schemes == {"int4<1x32, f16>": 4, "int8<1x*, f32>": 3}
+    out = octavo_here("inspect", artifact).stdout
+    assert "mixed: 4 x int4<1x32, f16>, 3 x int8<1x*, f32>" in out
+    with pytest.raises(InvalidRequest, match="compiled with quantization mixed, not int8"):
+        LLM(artifact, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"quant": "int5"}, "'int5' is no way to quantise: choose int4, .* nf4, balanced"),
+        ({"quant": "int4-g16"}, "'int4-g16' is no way to quantise"),
+        ({"quant": "absent.yaml"}, "absent.yaml cannot be read: .*No such file"),
+        (
+            {"quant": "int4"},
+            r"model\.layers\.0\.self_attn\.q_proj: K=64 is not a multiple of the group of 128"
+            r" that int4<1x128, bf16> has; choose a group of 64 or 32",
+        ),
+        (
+            {"quant": "fp8", "target": "cuda:sm_80"},
+            "--quant fp8: cuda:sm_80 has no 8-bit floats, .*choose int8, int4, or a target from",
+        ),
+        (
+            {"quant": "fp8", "target": "cuda:sm_90,sm_80"},
+            "--quant fp8: cuda:sm_80 has no 8-bit floats",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    options: dict[str, Any], reason: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = {"target": "cpu", **options}
+    with pytest.raises(OctavoError, match=reason):
+        compile_model(checkpoint, tmp_path / "artifact", progress=False, **options)
+    assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- int8\n", "expected patterns over module paths with schemes"),
+        ("'*.mlp.*': int5\n", r"bad\.yaml: \*\.mlp\.\*: 'int5' is no way to quantise"),
+        ("'*.mlp.*': 4\n", "expected a pattern and a scheme, got '.*': 4"),
+        ("a: [b\n", "cannot be read: while parsing"),
+    ],
+)
+def test_a_recipe_that_is_none(text: str, reason: str, checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(text)
+    with pytest.raises(OctavoError, match=reason):
+        compile_model(checkpoint, tmp_path / "artifact", target="cpu", quant=recipe, progress=False)
