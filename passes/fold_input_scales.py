@@ -133,8 +133,10 @@ def _made_by_linear(graph: Graph, x: Value, linears: tuple[Node, ...]) -> InputF
     if node is None or node.op != "paged_attention" or not _is_private(graph, node, x):
         return None
     write = graph.producer(node.operand(1), "kv_write")
-    found = write and _rows(graph, write.operand(2))
-    if not write or not found or write.attrs["slot"] != node.attrs["slot"]:
+    if write is None or write.attrs["slot"] != node.attrs["slot"]:
+        return None
+    found = _rows(graph, write.operand(2))
+    if found is None:
         return None
     heads, value = node.output.shape[1], write.operand(2)
     return InputFold(x, linears, *found, heads // value.shape[1], value.shape[2])
