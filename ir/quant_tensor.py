@@ -235,9 +235,11 @@ def _searched(
         best = torch.where(is_better, fractions, best)
         least = torch.where(is_better, errors, least)
 
-    for fraction in _FRACTIONS:
+    # Scales that are powers of two: the next one down is all there is above half of the range.
+    is_coarse = scheme.scale == "f8e8m0"
+    for fraction in (0.5,) if is_coarse else _FRACTIONS:
         attempt(torch.full_like(low, fraction))
-    for distance in _REFINEMENTS:
+    for distance in () if is_coarse else _REFINEMENTS:
         middle = best
         attempt(middle - distance)
         attempt(middle + distance)

@@ -240,7 +240,7 @@ def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) 
     found = Quantization(job.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed)
     if not job.with_weights or (request.text is None and request.budget_gb is None):
         return Planned(found, weights)
-    with job.phases("calibrate"):
+    with job.phases("calibrate") as tell:
         write_model_files(job.source, codes)
         has_tokenizer = (codes / "tokenizer.json").is_file()
         planned = plan_quantization(
@@ -252,6 +252,7 @@ def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) 
             tokenizer=Tokenizer.from_directory(codes) if has_tokenizer else None,
             folder=codes,
             schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], _every(job.targets)),
+            progress=tell,
         )
         release_memory()
     return planned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -36,12 +36,16 @@ class Phases:
             yield self
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time one phase."""
+    def __call__(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Time one phase; gives a function that is told how many things are done, of how many."""
         task = self._progress.add_task(name, total=None)
         start = time.perf_counter()
+
+        def tell(done: int, total: int) -> None:
+            self._progress.update(task, description=f"{name}: {done} of {total}")
+
         try:
-            yield
+            yield tell
         finally:
             self.seconds.append((name, time.perf_counter() - start))
             self._progress.remove_task(task)

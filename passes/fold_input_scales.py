@@ -136,7 +136,7 @@ def _made_by_linear(graph: Graph, x: Value, linears: tuple[Node, ...]) -> InputF
     if write is None or write.attrs["slot"] != node.attrs["slot"]:
         return None
     found = _rows(graph, write.operand(2))
-    if not found:
+    if found is None:
         return None
     heads, value = node.output.shape[1], write.operand(2)
     return InputFold(x, linears, *found, heads // value.shape[1], value.shape[2])

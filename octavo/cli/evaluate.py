@@ -49,9 +49,13 @@ def evaluate(
     require_artifact(directory)
     from octavo.evaluate.evaluate import evaluate as run
     from octavo.evaluate.windows import WindowOptions
+    from octavo.phases import Phases
 
     options = WindowOptions(context, context if stride is None else stride, max_tokens)
-    found = run(directory, against, text=text, options=options, with_modules=modules)
+    with Phases(visible=True).shown() as phases, phases("evaluate") as tell:
+        found = run(
+            directory, against, text=text, options=options, with_modules=modules, progress=tell
+        )
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return

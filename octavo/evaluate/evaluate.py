@@ -20,7 +20,7 @@ from octavo.runtime.tokenizer import Tokenizer
 # Whoever compares modules holds all that they give at once.
 _MODULE_TOKENS = 128
 
-Progress = Callable[[int], None]  # tokens predicted so far
+Progress = Callable[[int, int], None]  # windows compared, windows in all
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,13 @@ def compare(
             f"the vocabularies have {model.vocab_size} and {reference.vocab_size} tokens: the"
             " artifact was made of another model"
         )
-    meter, done = LossMeter(), 0
-    for window in windows(ids, options):
+    meter, every = LossMeter(), list(windows(ids, options))
+    for count, window in enumerate(every):
         rows = slice(window.first - 1, len(window.ids) - 1)
         targets = torch.tensor(window.ids[window.first :])
         meter.add(reference.logits(window.ids)[rows], model.logits(window.ids)[rows], targets)
-        done += len(targets)
         if progress is not None:
-            progress(done)
+            progress(count + 1, len(every))
     sample = ids[: min(_MODULE_TOKENS, options.context)]
     errors = module_errors(reference, model, sample) if with_modules else []
     return Evaluation(meter.loss(), tuple(errors))

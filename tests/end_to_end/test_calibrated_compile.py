@@ -90,10 +90,6 @@ def test_a_budget_leads_to_a_recipe_that_can_be_used_again(
         (("--calibration", TEXT), "say what to quantise to"),
         (("--quant", "auto", "--budget-gb", "0.00001"), "the least possible is"),
         (("--quant", "int8", "--calibration", "nowhere.txt"), "cannot be read"),
-        (
-            ("--quant", "int8", "--calibration", TEXT, "--calibration-length", "999999"),
-            "at least one sample",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -107,3 +103,14 @@ def test_what_does_not_go_together_is_refused(
     done = octavo_here("compile", tiny_checkpoint, "-o", artifact, "--target", "cpu", *arguments)
     assert_refused(done, words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_does_not_fill_a_sample_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, octavo_here: Command
+) -> None:
+    (tmp_path / "short.txt").write_text("Too short.")
+    done = octavo_here(
+        *("compile", tiny_checkpoint, "-o", tmp_path / "none", "--target", "cpu"),
+        *("--quant", "int8", "--calibration", tmp_path / "short.txt"),
+    )
+    assert_refused(done, "at least one sample of 256")
