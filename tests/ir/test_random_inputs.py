@@ -48,6 +48,26 @@ def test_a_paged_batch_is_consistent(sizes, seed):
     assert logits.isfinite().all(), "something read what was never written"
 
 
+def test_block_groups_have_tables_that_share_no_block():
+    """Both read what was written through the same table; through the other's it would be NaN."""
+    text = PAGED.replace(
+        "i64[T],\n    %block_table: i32[S, B]", "i64[3, T],\n    %block_table: i32[3, S, B]"
+    )
+    start = text.index("  %x:")
+    selects = (
+        "  %table: i32[S, B] = select(%block_table, dim=0, index=2)\n"
+        "  %slots: i64[T] = select(%slot_mapping, dim=0, index=2)\n"
+    )
+    body = text[start:].replace("%block_table", "%table").replace("%slot_mapping", "%slots")
+    graph = parse_graph(text[:start] + selects + body)
+    given = random_inputs(graph)
+    blocks = [b for b in given["block_table"].flatten().tolist() if b]
+    assert len(set(blocks)) == len(blocks)
+    assert interpret(graph, given, RandomSource(graph))[0].isfinite().all()
+    given["block_table"] = given["block_table"].flip(0)
+    assert interpret(graph, given, RandomSource(graph))[0].isnan().any()
+
+
 def test_too_many_tokens_for_the_blocks_are_refused():
     with pytest.raises(VerifyError, match="a sequence holds 4, not 5 tokens"):
         random_inputs(parse_graph(PAGED), {"T": 5, "S": 1, "B": 1})
