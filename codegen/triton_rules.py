@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from octavo.codegen.kernels import Kernel, KernelRules, Rule
-from octavo.codegen.triton_layouts import TritonLayout
+from octavo.codegen.triton_layouts import TritonLayout, why_no_kernel
 from octavo.ir.graph import Node, Value
 from octavo.ir.types import KVType, QuantType, TensorType
 
@@ -37,8 +37,6 @@ def _width(value: Value) -> int:
 def _linear(node: Node) -> Rule | None:
     """``linear`` and ``fused_linear``: the former is the latter with nothing around it."""
     x, weight = node.operand(0), node.operand(1)
-    if isinstance(weight.type, QuantType):
-        return None
     if not weight.is_weight or x.dtype not in ("bf16", "f16", "f32"):
         return None
     constants = _linear_constants(node)
@@ -47,6 +45,8 @@ def _linear(node: Node) -> Rule | None:
         scratch.append(("normed", x.tensor))
     wide = ("wide", x.tensor.with_shape(*x.shape[:-1], constants["n"]))
     if isinstance(weight.type, QuantType):
+        if why_no_kernel(weight.type.scheme) is not None:
+            return None
         return _quant_linear(node, weight.type, constants, [*scratch, wide])
     if constants["activation"] is not None:
         scratch.append(wide)
@@ -103,7 +103,7 @@ def _quant_linear(
     constants: dict[str, Any],
     scratch: list[tuple[str, TensorType]],
 ) -> Rule:
-    """A linear of a quantised weight. Raises VerifyError for a scheme that no kernel knows."""
+    """A linear of a quantised weight of a scheme that the kernels know."""
     x, layout = node.operand(0).tensor, TritonLayout.of(weight.scheme, *weight.shape)
     label = (weight.scheme.codes, *_linear_label(constants))
     constants |= layout.constants(constants["dtype"], constants["out_dtype"])

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.codegen.triton_layouts import TritonLayout
+from octavo.ir.quant_scheme import QuantScheme
+from octavo.ir.quant_tensor import quantize
 from octavo.runtime.kernel import Workspace
 from tests.rendered_kernel import imported, rendered
 from tests.templates.triton.paged_case import PagedCase
@@ -46,6 +49,13 @@ LINEAR = {
     "emit_sumsq": False,
 }
 NUM_ROWS = {"gemv": 1, "skinny": 5, "tiled": 123}
+# A scheme, K, rows and a way to run them.
+QUANTISED = [
+    ("int4<1x32, f16>", 224, 5, "skinny"),
+    ("uint4<1x32, f16, zero=u8>", 224, 123, "torch"),
+    ("f8e4m3<1x*, f32>", 200, 1, "gemv"),
+    ("int8<1x*, f32, x=i8>", 200, 123, "tiled"),
+]
 STEPS = {
     "decode": [(1, 1), (17, 1), (70, 1)],
     "mixed": [(5, 5), (33, 1), (40, 23)],
@@ -85,6 +95,33 @@ def linear(device: torch.device, workspace: Workspace, how: str) -> Tensor:
     out = torch.empty(rows, n, dtype=torch.float16, device=device)
     normed = torch.empty(rows, k, dtype=torch.float16, device=device)
     return module.run(*operands, out=out, normed=normed, workspace=workspace)  # type: ignore[no-any-return]
+
+
+def quant_linear(
+    device: torch.device, workspace: Workspace, scheme: str, k: int, rows: int, how: str
+) -> Tensor:
+    """The same with a weight of a scheme."""
+    n = 130
+    matrix = quantize(torch.randn(n, k), QuantScheme.parse(scheme))
+    layout = TritonLayout.of(matrix.scheme, n, k)
+    constants = {"k": k, "n": n, **LINEAR, **layout.constants("f16", "f16")}
+    module = choosing(rendered("linear", constants, "quant_linear"), rows, how)
+    packed = [part.to(device) for part in layout.pack(matrix).values()]
+    half: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    width = layout.num_spans * layout.span
+    buffers = {"normed": torch.empty(rows, k, **half)}
+    if matrix.scheme.x is not None:
+        buffers["rounded"] = torch.empty(rows, width, dtype=torch.int8, device=device)
+        buffers["row_scales"] = torch.empty(rows, 1, device=device)
+    return module.run(  # type: ignore[no-any-return]
+        torch.randn(rows, k).half().to(device),
+        *packed,
+        torch.randn(n).half().to(device),
+        torch.randn(rows, n).half().to(device),
+        out=torch.empty(rows, n, **half),
+        **buffers,
+        workspace=workspace,
+    )
 
 
 def choosing(module: ModuleType, rows: int, how: str) -> ModuleType:
@@ -134,6 +171,10 @@ def main() -> None:
     results = {
         **{f"attention, {step}": attention(device, workspace, step) for step in STEPS},
         **{f"linear, {how}": linear(device, workspace, how) for how in NUM_ROWS},
+        **{
+            f"linear, {' '.join(map(str, case))}": quant_linear(device, workspace, *case)
+            for case in QUANTISED
+        },
         **{f"sample, {has}": sample(device, workspace, has) for has in (False, True)},
     }
     if options.beyond:

@@ -15,4 +15,4 @@ def test_every_kernel_gives_finite_results(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sanitized_kernels", "cpu"])
     sanitized_kernels.main()
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert len(capsys.readouterr().out.splitlines()) == 11
