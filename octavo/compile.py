@@ -84,6 +84,7 @@ class _Job:
     with_weights: bool
     recipe: Recipe | None
     calibration: WeightQuantizer | None
+    dequantize: bool
 
 
 def compile_model(
@@ -95,6 +96,7 @@ def compile_model(
     quant: str | Path | None = None,
     quant_head: str | None = None,
     calibration: WeightQuantizer | None = None,
+    dequantize: bool = False,
     random_weights: int | None = None,
     with_weights: bool = True,
     tune_seconds: float = 0.0,
@@ -109,7 +111,8 @@ def compile_model(
     machine's GPU) or ``cuda:sm_90`` and the like, several with commas. ``quant`` names a way to
     quantise the linears, or a .yaml file of patterns and ways (docs/quantization.md);
     ``quant_head`` one for the LM head, which is left as it is otherwise; with a ``calibration`` the
-    codes are its. Without ``with_weights`` only the shapes of the checkpoint's weights are stored,
+    codes are its. A quantised checkpoint keeps its codes, unless ``dequantize`` says to read it as
+    numbers. Without ``with_weights`` only the shapes of the checkpoint's weights are stored,
     for runs with ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels
     are tuned for up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``,
     and only when the new artifact is complete. Of several threads one compiles at a time, the
@@ -129,7 +132,17 @@ def compile_model(
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
             recipe = _recipe(quant, quant_head, torch_dtype, targets)
-        job = _Job(source, torch_dtype, targets, writer, phases, with_weights, recipe, calibration)
+        job = _Job(
+            source,
+            torch_dtype,
+            targets,
+            writer,
+            phases,
+            with_weights,
+            recipe,
+            calibration,
+            dequantize,
+        )
         manifest = _build(job)
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
@@ -262,9 +275,10 @@ def _weights(job: _Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | 
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
         account(imported.model, checkpoint)
-        for notice in checkpoint.notices():
-            logger.warning("%s", notice)
-        imported.buffers.update(read_codes(imported.graph, checkpoint))
+        if not job.dequantize:
+            for notice in checkpoint.notices():
+                logger.warning("%s", notice)
+            imported.buffers.update(read_codes(imported.graph, checkpoint))
         weights = BoundWeights(checkpoint, imported.buffers, checkpoint)
     if not job.with_weights:
         return weights, None

@@ -49,6 +49,12 @@ def compile_command(
         str | None,
         typer.Option(metavar="NAME", help="How the LM head is quantised; left out, it is not."),
     ] = None,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize", help="Read a quantised checkpoint as numbers; its codes are not kept."
+        ),
+    ] = False,
     random_weights: Annotated[
         int | None,
         typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
@@ -87,6 +93,7 @@ def compile_command(
             target=target,
             quant=quant,
             quant_head=quant_head,
+            dequantize=dequantize,
             random_weights=random_weights,
             with_weights=with_weights,
             tune_seconds=TUNE_SECONDS if tune else 0.0,
