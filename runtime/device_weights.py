@@ -27,7 +27,7 @@ _ALIGNMENT = 256
 _PIECE_BYTES = 32 * 2**20
 _NUM_THREADS = 8
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn)  # of quantised weights
-_BELOW_TWO = 0xB7  # the bits of an e4m3 without the one that makes it large, or no number
+_BELOW_TWO = 0xBF  # the bits of an e4m3 without the one that makes it large, or no number
 _SMALL_POWER = 121  # 2**-6 as an e8m0
 _DUMMY_STD = 0.02  # as most models are initialised: activations stay finite through all layers
 
