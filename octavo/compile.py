@@ -88,6 +88,7 @@ class _Job:
     recipe: Recipe | None
     calibration: CalibrationRequest
     loss_tokens: int
+    dequantize: bool
 
 
 def compile_model(
@@ -100,6 +101,7 @@ def compile_model(
     quant_head: str | None = None,
     calibration: CalibrationRequest | None = None,
     loss_tokens: int = LOSS_TOKENS,
+    dequantize: bool = False,
     random_weights: int | None = None,
     with_weights: bool = True,
     tune_seconds: float = 0.0,
@@ -115,7 +117,8 @@ def compile_model(
     quantise the linears, or a .yaml file of patterns and ways (docs/quantization.md);
     ``quant_head`` one for the LM head, which is left as it is otherwise; ``calibration`` says with
     what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
-    compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. Without
+    compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. A quantised
+    checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers. Without
     ``with_weights`` only the shapes of the checkpoint's weights are stored, for runs with
     ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels are tuned for
     up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``, and only when
@@ -139,7 +142,16 @@ def compile_model(
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
             recipe = _recipe(quant, quant_head, torch_dtype, targets)
         job = _Job(
-            source, torch_dtype, targets, writer, phases, with_weights, recipe, request, loss_tokens
+            source,
+            torch_dtype,
+            targets,
+            writer,
+            phases,
+            with_weights,
+            recipe,
+            request,
+            loss_tokens,
+            dequantize,
         )
         manifest = _build(job)
         if tune_seconds and targets.main.is_here:
@@ -290,9 +302,10 @@ def _weights(job: _Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | 
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
         account(imported.model, checkpoint)
-        for notice in checkpoint.notices():
-            logger.warning("%s", notice)
-        imported.buffers.update(read_codes(imported.graph, checkpoint))
+        if not job.dequantize:
+            for notice in checkpoint.notices():
+                logger.warning("%s", notice)
+            imported.buffers.update(read_codes(imported.graph, checkpoint))
         weights = BoundWeights(checkpoint, imported.buffers, checkpoint)
     if not job.with_weights:
         return weights, None

@@ -100,11 +100,12 @@ def smollm2_gguf(session_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, session_dir: Path) -> Path:
-    """SmolLM2 compiled for the cpu target in float32: an artifact directory."""
+    """SmolLM2 as numbers, compiled for the cpu target in float32: an artifact directory."""
     from octavo.compile import compile_model
 
     artifact = session_dir / "smollm2"
     with FileLock(session_dir / "smollm2.lock"):
         if not artifact.exists():
-            compile_model(smollm2_gguf, artifact, dtype="float32", target="cpu", progress=False)
+            options = {"dtype": "float32", "target": "cpu", "dequantize": True}
+            compile_model(smollm2_gguf, artifact, progress=False, **options)
     return artifact

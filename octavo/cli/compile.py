@@ -76,6 +76,12 @@ def compile_command(
             min=0, help="Tokens of a text on which a quantised artifact is compared; 0 for none."
         ),
     ] = LOSS_TOKENS,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize", help="Read a quantised checkpoint as numbers; its codes are not kept."
+        ),
+    ] = False,
     random_weights: Annotated[
         int | None,
         typer.Option(metavar="SEED", help="Random weights from this seed; none are read."),
@@ -128,6 +134,7 @@ def compile_command(
                 budget_gb,
             ),
             loss_tokens=loss_tokens,
+            dequantize=dequantize,
             random_weights=random_weights,
             with_weights=with_weights,
             tune_seconds=TUNE_SECONDS if tune else 0.0,

@@ -110,6 +110,14 @@ def test_a_checkpoint_keeps_its_codes(name: str, scheme: str, tmp_path: Path) ->
     agrees_with_hugging_face(DATA / name, artifact, scheme)
 
 
+def test_a_checkpoint_read_as_numbers(tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    source = DATA / "gptq-4bit-act-order"
+    compile_model(source, artifact, dtype="float32", target="cpu", dequantize=True, progress=False)
+    assert Artifact.open(artifact).manifest.quant_schemes == {}
+    agrees_with_hugging_face(source, artifact, "f8e4m3<1x*, f32>")  # as exact as float32 is
+
+
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_a_gguf_keeps_its_codes(kind: str, tmp_path: Path) -> None:
     """Rows as wide as a block of the K types; the tied head has codes too."""

@@ -34,7 +34,7 @@ def artifact(dtype: str, session_dir: Path, request: pytest.FixtureRequest) -> P
     folder = session_dir / f"smollm2-{dtype}"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            compile_model(gguf, folder, dtype=dtype, target="cuda", progress=False)
+            compile_model(gguf, folder, dtype=dtype, target="cuda", dequantize=True, progress=False)
     return folder
 
 
