@@ -7,6 +7,7 @@ the formula of docs/quantization.md, and put into the Hugging Face model, which 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from octavo.codegen.quant_layouts import find_layout
 from octavo.codegen.weights import WrittenWeights
 from octavo.compile import compile_model
 from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import QuantType
+from octavo.ir.weight_cache import WeightCache, WeightSource
 from octavo.llm import LLM
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import InvalidRequest
@@ -158,6 +161,52 @@ def test_a_recipe_and_what_inspect_says_of_it(
     assert "mixed: 4 x int4<1x32, f16>, 3 x int8<1x*, f32>" in out
     with pytest.raises(InvalidRequest, match="compiled with quantization mixed, not int8"):
         LLM(artifact, quantization="int8")
+
+
+class Coarse:
+    """A calibration of sorts: every weight becomes its sign."""
+
+    def quantize(
+        self, graph: Graph, schemes: Mapping[str, QuantScheme], weights: WeightSource
+    ) -> Coarse:
+        cache = WeightCache(graph, weights)
+        self.found = {}
+        for key, scheme in schemes.items():
+            whole = cache.get(graph.value(f"@{key}"))
+            assert isinstance(whole, Tensor)
+            scales = torch.full((len(whole), 1), 0.25)
+            self.found[key] = QuantTensor(scheme, whole.sign().to(torch.int8), scales)
+        return self
+
+    def load_quantized(self, key: str) -> QuantTensor:
+        return self.found[key]
+
+
+def test_a_calibration_gives_the_codes(checkpoint: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    compile_model(
+        checkpoint,
+        artifact,
+        dtype="float32",
+        target="cpu",
+        quant="int8",
+        calibration=Coarse(),
+        progress=False,
+    )
+    stored = WrittenWeights(artifact / "weights")
+    state = hf_model(checkpoint).state_dict()
+    down = state["model.layers.2.mlp.down_proj.weight"]
+    assert torch.equal(stored["layers.2.mlp.down_proj.weight.codes"], down.sign().to(torch.int8))
+    parts = [state[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    codes = stored["layers.1.self_attn.qkv.weight.codes"]
+    assert torch.equal(codes, torch.cat(parts).sign().to(torch.int8))
+
+
+def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, quantization="int8", dtype="float32")
+    [first] = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=2))
+    assert len(first.outputs[0].token_ids) == 2
+    assert llm.artifact.manifest.quantization == "int8"
 
 
 @pytest.mark.parametrize(
