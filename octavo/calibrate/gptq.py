@@ -107,7 +107,8 @@ def _upper_root(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
     if int(info):
         raise OctavoError("GPTQ: the Hessian is not positive definite; use more damping or text")
     del flipped
-    return lower.flip(0, 1)
+    upper: Tensor = lower.flip(0, 1)
+    return upper
 
 
 def _invert_upper(matrix: Tensor) -> None:

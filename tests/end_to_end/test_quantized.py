@@ -7,7 +7,7 @@ the formula of docs/quantization.md, and put into the Hugging Face model, which 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from octavo.calibrate.calibrate import Calibration
+from octavo.calibrate.plan import CalibrationRequest
 from octavo.codegen.cpu_rules import quant_kernel
 from octavo.codegen.quant_layouts import find_layout
 from octavo.codegen.weights import WrittenWeights
@@ -163,40 +165,42 @@ def test_a_recipe_and_what_inspect_says_of_it(
         LLM(artifact, quantization="int8")
 
 
-class Coarse:
+def signs(
+    graph: Graph,
+    weights: WeightSource,
+    sequences: Any,
+    schemes: Mapping[str, QuantScheme],
+    options: Any,
+) -> Iterator[tuple[str, QuantTensor]]:
     """A calibration of sorts: every weight becomes its sign."""
-
-    def quantize(
-        self, graph: Graph, schemes: Mapping[str, QuantScheme], weights: WeightSource
-    ) -> Coarse:
-        cache = WeightCache(graph, weights)
-        self.found = {}
-        for key, scheme in schemes.items():
-            whole = cache.get(graph.value(f"@{key}"))
-            assert isinstance(whole, Tensor)
-            scales = torch.full((len(whole), 1), 0.25)
-            self.found[key] = QuantTensor(scheme, whole.sign().to(torch.int8), scales)
-        return self
-
-    def load_quantized(self, key: str) -> QuantTensor:
-        return self.found[key]
+    cache = WeightCache(graph, weights)
+    for key, scheme in schemes.items():
+        whole = cache.get(graph.value(f"@{key}"))
+        assert isinstance(whole, Tensor)
+        scales = torch.full((len(whole), 1), 0.25)
+        yield key, QuantTensor(scheme, whole.sign().to(torch.int8), scales)
 
 
-def test_a_calibration_gives_the_codes(checkpoint: Path, tmp_path: Path) -> None:
-    artifact = tmp_path / "artifact"
+def test_a_calibration_gives_the_codes(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.calibrate.calibrate.quantize_streamed", signs)
+    artifact, text = tmp_path / "artifact", tmp_path / "text.txt"
+    text.write_text("Some text. " * 50)
     compile_model(
-        checkpoint,
+        tiny_checkpoint,
         artifact,
         dtype="float32",
         target="cpu",
         quant="int8",
-        calibration=Coarse(),
+        calibration=CalibrationRequest(text, Calibration("gptq")),
+        loss_tokens=0,
         progress=False,
     )
     stored = WrittenWeights(artifact / "weights")
-    state = hf_model(checkpoint).state_dict()
-    down = state["model.layers.2.mlp.down_proj.weight"]
-    assert torch.equal(stored["layers.2.mlp.down_proj.weight.codes"], down.sign().to(torch.int8))
+    state = hf_model(tiny_checkpoint).state_dict()
+    down = state["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(stored["layers.1.mlp.down_proj.weight.codes"], down.sign().to(torch.int8))
     parts = [state[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     codes = stored["layers.1.self_attn.qkv.weight.codes"]
     assert torch.equal(codes, torch.cat(parts).sign().to(torch.int8))

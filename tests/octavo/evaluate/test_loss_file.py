@@ -26,7 +26,7 @@ def test_the_file_says_what_an_evaluation_of_the_passage_says(
     text = measure_loss(artifact, resolve(model), 70)
     assert text is not None
     body = json.loads(text)
-    found = evaluate(artifact, model, options=WindowOptions(max_tokens=70)).loss
+    found = evaluate(artifact, model, options=WindowOptions(256, 256, 70)).loss
     assert body["num_tokens"] == found.num_tokens == 69
     assert body["perplexity"] == found.perplexity
     assert body["kl_mean"] == found.kl_mean
