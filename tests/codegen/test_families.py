@@ -92,18 +92,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kernel_compiles_fits_and_does_not_spill(name: str, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
+    _check(name, "sm_90,sm_80", tmp_path, quant=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "archs"),
+    [
+        ("llama-3.1-8b", "int4", "sm_90,sm_80"),
+        ("llama-3.1-8b", "fp8", "sm_90"),
+        ("qwen2.5-0.5b", "int4-g32", "sm_90"),
+    ],
+)
+def test_kernels_of_quantised_weights(name: str, quant: str, archs: str, tmp_path: Path) -> None:
+    _check(name, archs, tmp_path, quant=quant)
+
+
+def _check(name: str, archs: str, folder: Path, *, quant: str | None) -> None:
+    config = folder / "config.json"
     config.write_text(json.dumps(FAMILIES[name] | {"dtype": "bfloat16"}))
-    output = tmp_path / "out"
-    compile_model(config, output, target="cuda:sm_90,sm_80", with_weights=False, progress=False)
+    output = folder / "out"
+    target = f"cuda:{archs}"
+    compile_model(config, output, target=target, with_weights=False, quant=quant, progress=False)
+    wanted = {exact: room for exact, room in SHARED_BYTES.items() if exact[:5] in archs}
     infos = [json.loads(path.read_text()) for path in output.rglob("kernels/bin/*/*.json")]
-    assert {info["arch"] for info in infos} == set(SHARED_BYTES)
-    too_large = [_name(i) for i in infos if i["shared_bytes"] > SHARED_BYTES[i["arch"]]]
+    assert {info["arch"] for info in infos} == set(wanted)
+    too_large = [_name(i) for i in infos if i["shared_bytes"] > wanted[i["arch"]]]
     assert not too_large
     spilling = [f"{_name(i)}: {i['stack_bytes']} bytes" for i in infos if i["stack_bytes"]]
     assert not spilling
     modules = {path.stem for path in output.rglob("kernels/src/*.py")}
-    for arch in SHARED_BYTES:
+    for arch in wanted:
         assert {i["module"] for i in infos if i["arch"] == arch} == modules, "one was not compiled"
 
 
