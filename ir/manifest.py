@@ -48,7 +48,8 @@ class Manifest:
     """What an artifact is: everything the runtime decides by before it reads a weight.
 
     ``max_position`` is the model's own bound on prompt plus output, in tokens. ``producer`` maps
-    package names to versions and, like ``source``, does not enter the content id.
+    package names to versions and, like ``source``, does not enter the content id. ``kv_scheme`` is
+    how the KV cache holds codes (ir/kv_scheme.py); without it, it is of the model's dtype.
     """
 
     architecture: str
@@ -60,6 +61,7 @@ class Manifest:
     kv_slots: tuple[KVSlot, ...]
     files: dict[str, FileEntry]
     quantization: str | None = None
+    kv_scheme: str | None = None
     source: str = ""
     revision: str | None = None
     producer: dict[str, str] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Manifest:
         which are made from the sources: who goes by the id does not use these. Format 1 left out
         ``tests/`` alone.
         """
-        body = dataclasses.asdict(self)
+        body = self._body()
         for outside in ("producer", "source", "revision"):
             del body[outside]
         # By place and not by role, which the manifest may claim of a file that is run.
@@ -90,9 +92,15 @@ class Manifest:
         """Whether the content of a file at ``path`` enters the content id."""
         return not path.startswith(OUTSIDE_ID[self.format])
 
+    def _body(self) -> dict[str, Any]:
+        body = dataclasses.asdict(self)
+        if self.kv_scheme is None:  # manifests of before there were schemes keep their ids
+            del body["kv_scheme"]
+        return body
+
     def to_json(self) -> str:
         """The text of manifest.json."""
-        body = {"artifact_id": self.artifact_id, **dataclasses.asdict(self)}
+        body = {"artifact_id": self.artifact_id, **self._body()}
         return json.dumps(body, indent=2, sort_keys=True) + "\n"
 
     @classmethod

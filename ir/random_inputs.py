@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Value
-from octavo.ir.ops.paged import KVState
+from octavo.ir.ops.paged import KVState, kv_write
 from octavo.ir.types import KVType, TensorType, dim_at, tensor_type
 
 DEFAULT_SIZES = {"T": 7, "S": 3, "B": 4, "R": 3}
@@ -147,10 +147,12 @@ def _cache(
     """Caches with random context of the right lengths, and NaN wherever nothing was written."""
     state = KVState.empty(kv, sizes["S"] * sizes["B"] + 1, BLOCK_SIZE)
     slots = torch.tensor(batch.slots([0] * len(batch.cached), batch.cached), dtype=torch.int64)
-    for cache in (*state.keys, *state.values):
-        rows = cache.flatten(0, 1)
-        drawn = torch.randn(len(slots), *rows.shape[1:], generator=generator)
-        rows[slots] = drawn.to(cache.dtype)
+    for index, slot in enumerate(kv.slots):
+        k, v = (
+            torch.randn(len(slots), slot.num_kv_heads, dim, generator=generator)
+            for dim in (slot.head_dim, slot.v_head_dim)
+        )
+        kv_write.evaluate(state, k, v, slots, slot=index)
     return state
 
 

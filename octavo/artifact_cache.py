@@ -19,7 +19,13 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PARTS = ("codegen", "frontend", "ir", "octavo", "passes", "templates")
 
 
-def compiled(model: str | Path, *, dtype: str = "auto", revision: str | None = None) -> Path:
+def compiled(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Path:
     """The artifact of a model, compiled now unless the cache has it.
 
     The key is what was read: names, sizes and times of the model's files, the options, the versions
@@ -28,22 +34,22 @@ def compiled(model: str | Path, *, dtype: str = "auto", revision: str | None = N
     path = Path(model).expanduser()
     if not path.exists() and is_model_id(str(model)):
         path = fetch_snapshot(str(model), revision, with_weights=True)
-    key = _key(path, dtype)
+    key = _key(path, {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
     artifact = cache_directory() / "artifacts" / f"{path.stem}-{key[:16]}"
     artifact.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{artifact}.lock"):
         if not (artifact / "manifest.json").is_file():
-            compile_model(path, artifact, dtype=dtype)
+            compile_model(path, artifact, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     return artifact
 
 
-def _key(path: Path, dtype: str) -> str:
+def _key(path: Path, options: dict[str, str]) -> str:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     read = {
         "model": [str(path.resolve()), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]],
-        "options": {"dtype": dtype, "target": resolve_target("auto").name},
+        "options": {**options, "target": resolve_target("auto").name},
         "versions": versions,
         "compiler": _compiler_hash(),
     }

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,18 @@ from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.generate import Generated, generate
 from octavo.codegen.target import Targets, resolve_targets
 from octavo.frontend.accounting import account
-from octavo.frontend.check_trace import TraceCheck, check_trace
+from octavo.frontend.check_trace import TraceCheck, check_rounded, check_trace
 from octavo.frontend.config import choose_dtype
+from octavo.frontend.kv_scales import head_scales, load_kv_scales
 from octavo.frontend.model_files import write_model_files
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
+from octavo.frontend.rounded_cache import HeadScales
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import Manifest
+from octavo.kv_options import KVOptions, resolve_kv_options
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.phases import Phases
@@ -67,6 +70,7 @@ class _Job:
     writer: ArtifactWriter
     phases: Phases
     with_weights: bool
+    kv: KVOptions
 
 
 def compile_model(
@@ -81,6 +85,9 @@ def compile_model(
     revision: str | None = None,
     force: bool = False,
     progress: bool = True,
+    kv_cache_dtype: str = "auto",
+    kv_scale_per: str | None = None,
+    kv_scales: str | Path | None = None,
 ) -> CompileReport:
     """Compile a model into an artifact directory.
 
@@ -89,14 +96,16 @@ def compile_model(
     machine's GPU) or ``cuda:sm_90`` and the like, several with commas. Without ``with_weights``
     only the shapes of the checkpoint's weights are stored, for runs with ``load_format="dummy"``.
     On a machine with the GPU that is compiled for, kernels are tuned for up to ``tune_seconds``.
-    An existing ``output`` is replaced only with ``force``, and only when the new artifact is
-    complete. Of several threads one compiles at a time, the others wait. Raises OctavoError, one
-    line; then, and when interrupted, ``output`` is as it was before and what was written beside it
+    ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
+    values, see ``resolve_kv_options``. An existing ``output`` is replaced only with ``force``, and
+    only when the new artifact is complete. Of several threads one compiles at a time, the others
+    wait. Raises OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was written beside it
     is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
     targets = resolve_targets(target)
+    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets)
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
@@ -106,7 +115,7 @@ def compile_model(
         with phases("read the model"):
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
-        manifest = _build(_Job(source, torch_dtype, targets, writer, phases, with_weights))
+        manifest = _build(_Job(source, torch_dtype, targets, writer, phases, with_weights, kv))
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
                 tune_artifact(writer.directory, seconds=tune_seconds)
@@ -135,14 +144,22 @@ def _build(job: _Job) -> Manifest:
         imported = import_model(job.source.config, job.dtype)
         for notice in imported.notices:
             logger.warning("%s", notice)
-    weights = _weights(job, imported)
+    weights, check = _weights(job, imported)
     graph = imported.graph
     with phases("rewrite"):
         stages = run_pipeline(
-            graph, max_position=imported.max_position, target=job.targets.main.kind
+            graph,
+            max_position=imported.max_position,
+            target=job.targets.main.kind,
+            kv_scheme=job.kv.scheme,
+            has_kv_scales=job.kv.has_head_scales,
         )
         _refuse_unpaged(graph, stages)
         job.writer.write_stages(stages)
+        if job.kv.scales is not None:
+            imported.buffers.update(load_kv_scales(graph, job.source, job.kv.scales))
+    if check is not None:
+        _write_golden(job, weights, check, head_scales(graph, imported.buffers))
     with phases("write kernels and weights"):
         generated = generate(
             graph,
@@ -168,19 +185,31 @@ def _build(job: _Job) -> Manifest:
     return manifest
 
 
-def _weights(job: _Job, imported: Imported) -> BoundWeights:
+def _weights(job: _Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | None]:
     """The graph's weights, after Hugging Face's own run with them, which the graph must match."""
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
         account(imported.model, checkpoint)
         weights = BoundWeights(checkpoint, imported.buffers)
     if not job.with_weights:
-        return weights
+        return weights, None
     with job.phases("compare with Hugging Face"):
         check = check_trace(imported, job.source.config, job.dtype, checkpoint)
-        job.writer.write_text("tests/golden.json", _golden(check))
         release_memory()
-    return weights
+    return weights, check
+
+
+def _write_golden(job: _Job, weights: BoundWeights, check: TraceCheck, scales: HeadScales) -> None:
+    """Hugging Face's answers for the artifact; with a KV cache of codes if the program has one."""
+    if job.kv.scheme is not None:
+        with job.phases("compare with Hugging Face"):
+            config, source = job.source.config, weights.source
+            rows, bound = check_rounded(
+                config, job.dtype, source, check.prompts, job.kv.scheme, scales
+            )
+            check = replace(check, rows=tuple(rows), bound=bound)
+            release_memory()
+    job.writer.write_text("tests/golden.json", _golden(check))
 
 
 def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, Any]:
@@ -193,6 +222,7 @@ def _fields(job: _Job, imported: Imported, generated: Generated) -> dict[str, An
         "vocab_size": imported.graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
+        "kv_scheme": None if job.kv.scheme is None else str(job.kv.scheme),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),

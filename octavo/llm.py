@@ -32,7 +32,12 @@ class LLM(ArtifactLLM):
             # Here and not above: an artifact loads without the seconds that the compiler takes.
             from octavo.artifact_cache import compiled
 
-            path = compiled(model, dtype=dtype, revision=options.revision)
+            path = compiled(
+                model,
+                dtype=dtype,
+                revision=options.revision,
+                kv_cache_dtype=options.kv_cache_dtype or "auto",
+            )
         return super().open_artifact(path, options)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.kv_scheme import KVScheme
 
 PassFunction = Callable[[Graph, "Report"], int]
 
@@ -19,9 +20,13 @@ class PassContext:
     """What a pass may know besides the graph.
 
     ``max_position`` is the number of positions that the model can take: positions are below it.
+    ``kv_scheme`` is how the KV cache is to hold keys and values, None for as they are;
+    ``has_kv_scales``: its scales of heads are weights, where they are ones otherwise.
     """
 
     max_position: int
+    kv_scheme: KVScheme | None = None
+    has_kv_scales: bool = False
 
 
 @dataclass(frozen=True)

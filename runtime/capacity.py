@@ -34,7 +34,7 @@ def plan_capacity(
     longest = wanted_len(artifact.manifest, options)
     plan = plan_kv_cache(
         artifact.manifest.kv_slots,
-        artifact.dtype,
+        artifact.kv_format,
         block_size=options.block_size,
         wanted_tokens=max_num_seqs * (longest + options.block_size),
         available_bytes=available_bytes,

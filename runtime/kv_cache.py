@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,25 @@ from octavo.runtime.errors import CapacityError
 GIB = 1024**3
 CPU_DEFAULT_BYTES = 4 * GIB
 CPU_DEFAULT_SHARE = 0.25
+SCALE_DTYPE = torch.float32
+
+
+# Keys and values of a slot, then their scales if tokens have any: see allocate_kv_caches.
+KVCaches = list[tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The dtype of what caches hold, and whether each token and KV head has a scale beside it."""
+
+    dtype: torch.dtype
+    has_token_scales: bool = False
+
+    def token_bytes(self, slot: KVSlot) -> int:
+        """Bytes of one token in a slot."""
+        elements = slot.num_kv_heads * (slot.head_dim + slot.v_head_dim)
+        scales = 2 * slot.num_kv_heads if self.has_token_scales else 0
+        return elements * self.dtype.itemsize + scales * SCALE_DTYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -37,15 +56,14 @@ class KVCachePlan:
         return self.num_blocks * self.block_bytes
 
 
-def block_bytes(slots: Sequence[KVSlot], dtype: torch.dtype, block_size: int) -> int:
+def block_bytes(slots: Sequence[KVSlot], kv_format: KVFormat, block_size: int) -> int:
     """Bytes of one block over all slots."""
-    elements = sum(slot.num_kv_heads * (slot.head_dim + slot.v_head_dim) for slot in slots)
-    return elements * block_size * dtype.itemsize
+    return block_size * sum(kv_format.token_bytes(slot) for slot in slots)
 
 
 def plan_kv_cache(
     slots: Sequence[KVSlot],
-    dtype: torch.dtype,
+    kv_format: KVFormat,
     *,
     block_size: int,
     wanted_tokens: int,
@@ -57,7 +75,7 @@ def plan_kv_cache(
     ``num_blocks`` sets the number of usable blocks instead. Raises CapacityError when not even
     one block fits.
     """
-    each = block_bytes(slots, dtype, block_size)
+    each = block_bytes(slots, kv_format, block_size)
     if num_blocks is not None:
         return KVCachePlan(num_blocks + 1, block_size, each)
     fitting = available_bytes // each if each else wanted_tokens
@@ -89,16 +107,18 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def allocate_kv_caches(
-    slots: Sequence[KVSlot], plan: KVCachePlan, dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+    slots: Sequence[KVSlot], plan: KVCachePlan, kv_format: KVFormat, device: torch.device
+) -> KVCaches:
     """Key and value caches ``[num_blocks, block_size, kv_heads, head_dim]``, one pair a slot.
 
-    Zeroed: a kernel may read past a sequence's end and weigh what it reads by zero, and zero times
-    the NaN of a stale page is NaN.
+    Where tokens have scales, two more tensors follow, ``f32[num_blocks, kv_heads, block_size]``: a
+    kernel reads those of a head and a block in one piece, and whatever copies a block copies the
+    same place of each tensor. Zeroed: a kernel may read past a sequence's end and weigh what it
+    reads by zero, and zero times the NaN of a stale page is NaN.
     """
 
-    def cache(slot: KVSlot, head_dim: int) -> Tensor:
-        shape = (plan.num_blocks, plan.block_size, slot.num_kv_heads, head_dim)
+    def cache(dtype: torch.dtype, *shape: int) -> Tensor:
+        shape = (plan.num_blocks, *shape)
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # NumPy's zeros are fresh pages of the system: they take memory, and the second a gigabyte
@@ -107,7 +127,7 @@ def allocate_kv_caches(
         return torch.from_numpy(content).view(dtype).reshape(shape)
 
     try:
-        return [(cache(slot, slot.head_dim), cache(slot, slot.v_head_dim)) for slot in slots]
+        return [_slot_caches(slot, plan.block_size, kv_format, cache) for slot in slots]
     except torch.OutOfMemoryError:
         raise  # whoever planned the GPU's memory says more
     except (RuntimeError, MemoryError) as error:
@@ -115,3 +135,14 @@ def allocate_kv_caches(
             f"no memory for {plan.total_bytes / GIB:.2f} GiB of KV cache; "
             "lower kv_cache_memory_bytes, or num_gpu_blocks_override if that was given"
         ) from error
+
+
+def _slot_caches(
+    slot: KVSlot, block_size: int, kv_format: KVFormat, cache: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """The tensors of one slot; ``cache`` makes one of a dtype, and the shape of a block."""
+    heads, dtype = slot.num_kv_heads, kv_format.dtype
+    pair = tuple(cache(dtype, block_size, heads, dim) for dim in (slot.head_dim, slot.v_head_dim))
+    if not kv_format.has_token_scales:
+        return pair
+    return (*pair, *(cache(SCALE_DTYPE, heads, block_size) for _ in pair))

@@ -49,7 +49,7 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     plan = KVCachePlan(
         num_blocks=int(batch.block_table.max()) + 1,
         block_size=_BLOCK_SIZE,
-        block_bytes=block_bytes(slots, artifact.dtype, _BLOCK_SIZE),
+        block_bytes=block_bytes(slots, artifact.kv_format, _BLOCK_SIZE),
     )
     if device.type == "cuda":
         # Here and not above: a machine without a GPU needs no Triton.
@@ -60,7 +60,7 @@ def _run(artifact: Artifact, cases: list[dict[str, Any]]) -> Tensor:
     executor = Executor(
         artifact.load_program(),
         artifact.load_weights(device),
-        allocate_kv_caches(slots, plan, artifact.dtype, device),
+        allocate_kv_caches(slots, plan, artifact.kv_format, device),
         max_num_tokens=len(batch.ids),
         max_num_seqs=len(cases),
         device=device,

@@ -11,6 +11,7 @@ from octavo.ir.manifest import KVSlot
 from octavo.runtime.errors import CapacityError
 from octavo.runtime.kv_cache import (
     GIB,
+    KVFormat,
     allocate_kv_caches,
     available_memory_bytes,
     block_bytes,
@@ -23,8 +24,8 @@ SLOTS = (KVSlot(3, 64, 64), KVSlot(2, 16, 8, window=32))
 
 def test_bytes_of_a_block() -> None:
     # (3 * (64 + 64) + 2 * (16 + 8)) * 16 tokens, by hand
-    assert block_bytes(SLOTS, torch.bfloat16, 16) == 432 * 16 * 2
-    assert block_bytes(SLOTS, torch.float32, 16) == 432 * 16 * 4
+    assert block_bytes(SLOTS, KVFormat(torch.bfloat16), 16) == 432 * 16 * 2
+    assert block_bytes(SLOTS, KVFormat(torch.float32), 16) == 432 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,12 @@ def test_the_pool_fits_and_is_no_larger_than_wanted(
 
 def test_a_number_of_blocks_is_of_usable_ones() -> None:
     plan = plan_kv_cache(
-        SLOTS, torch.float32, block_size=16, wanted_tokens=1, available_bytes=0, num_blocks=5
+        SLOTS,
+        KVFormat(torch.float32),
+        block_size=16,
+        wanted_tokens=1,
+        available_bytes=0,
+        num_blocks=5,
     )
     assert (plan.num_blocks, plan.num_tokens) == (6, 80)
 
@@ -61,13 +67,19 @@ def test_a_number_of_blocks_is_of_usable_ones() -> None:
 def test_too_little_memory_says_so() -> None:
     with pytest.raises(CapacityError, match="raise kv_cache_memory_bytes"):
         plan_kv_cache(
-            SLOTS, torch.float32, block_size=16, wanted_tokens=1, available_bytes=2 * 27648 - 1
+            SLOTS,
+            KVFormat(torch.float32),
+            block_size=16,
+            wanted_tokens=1,
+            available_bytes=2 * 27648 - 1,
         )
 
 
 def test_caches_have_the_shapes_of_the_contract() -> None:
-    plan = plan_kv_cache(SLOTS, torch.bfloat16, block_size=8, wanted_tokens=40, available_bytes=GIB)
-    caches = allocate_kv_caches(SLOTS, plan, torch.bfloat16, torch.device("cpu"))
+    plan = plan_kv_cache(
+        SLOTS, KVFormat(torch.bfloat16), block_size=8, wanted_tokens=40, available_bytes=GIB
+    )
+    caches = allocate_kv_caches(SLOTS, plan, KVFormat(torch.bfloat16), torch.device("cpu"))
     assert [(tuple(k.shape), tuple(v.shape)) for k, v in caches] == [
         ((6, 8, 3, 64), (6, 8, 3, 64)),
         ((6, 8, 2, 16), (6, 8, 2, 8)),

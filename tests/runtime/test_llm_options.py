@@ -57,7 +57,7 @@ def test_what_changes_nothing_is_named() -> None:
     [
         ("tensor_parallel_size", 2, "not supported by this version; use 1"),
         ("speculative_config", {"a": 1}, "not supported by this version; use None"),
-        ("kv_cache_dtype", "fp8", "use 'auto'"),
+        ("kv_cache_dtype", "fp8_e5m2", "must be auto, fp8 or int8"),
         ("dtype", "int7", "auto, float32, bfloat16 or float16"),
         ("dtype", 5, "auto, float32, bfloat16 or float16"),
         ("max_model_len", 1, "at least 2"),
