@@ -99,8 +99,8 @@ def compile_model(
     ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
     values, see ``resolve_kv_options``. An existing ``output`` is replaced only with ``force``, and
     only when the new artifact is complete. Of several threads one compiles at a time, the others
-    wait. Raises OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was written beside it
-    is removed.
+    wait. Raises OctavoError, one line; then, and when interrupted, ``output`` is as it was before
+    and what was written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)

@@ -2,7 +2,7 @@
 
 Left alone, its `tl.dot`, its arithmetic and its comparisons work on those raw bits, its casts cut
 off instead of rounding to nearest even, and it has no bfloat16 constants. Its scalars are arrays of
-one element, which NumPy from 2.4 on takes for no bounds of a loop.
+one element, which NumPy from 2.4 on takes for no bounds of a loop. Casts to e4m3 cut off as well.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -26,6 +27,7 @@ def install() -> None:
         builder.create_dot = _with_widened_operands(builder.create_dot)
         builder.binary_op = _rounding_results(builder.binary_op)
         builder.cast_impl = _casting(builder.cast_impl)
+        builder.create_fp_to_fp = _to_e4m3(builder.create_fp_to_fp)
         interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
         libdevice.fast_logf = lambda x: tl.log(x)  # it runs no external functions
 
@@ -63,6 +65,17 @@ def _casting(cast_impl: Callable[..., Any]) -> Callable[..., Any]:
         if goal.scalar == tl.bfloat16:
             return _rounded(widened.data.astype(np.float32))
         return cast_impl(self, widened, goal)
+
+    return patched
+
+
+def _to_e4m3(convert: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(self: Any, source: Any, goal: Any, rounding: Any) -> Any:
+        if goal.scalar != tl.float8e4nv:
+            return convert(self, source, goal, rounding)
+        values = torch.from_numpy(np.array(_widened(source).data, np.float32))
+        codes = values.to(torch.float8_e4m3fn)  # ties to even, as a GPU does
+        return Handle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
 
     return patched
 

@@ -55,8 +55,8 @@ def compile_command(
     kv_scale_per: Annotated[
         Literal["head", "token"] | None,
         typer.Option(
-            help="What has a scale of its own in a KV cache of codes: each KV head (fp8's default), "
-            "or each token and head (int8's)."
+            help="What has a scale of its own in a KV cache of codes: each KV head (as fp8 has), "
+            "or each token and head (as int8 has)."
         ),
     ] = None,
     kv_scales: Annotated[

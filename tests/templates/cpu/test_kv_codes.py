@@ -6,54 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from octavo.codegen.render import render_kernel
 from octavo.ir.kv_scheme import KVScheme
-from octavo.ir.ops.paged import KVState, kv_write, paged_attention, rotary_kv_write
-from octavo.ir.types import DTYPE_NAMES
+from octavo.ir.ops.paged import kv_write, paged_attention, rotary_kv_write
 from tests.rendered_kernel import imported
+from tests.templates.codes_case import (
+    SCHEMES,
+    assert_near_codes,
+    cached,
+    code_constants,
+    head_scales,
+    tensors,
+)
 from tests.templates.triton.paged_case import PagedCase
 from tests.tolerances import REWRITE, distance
 
-SCHEMES = ["f8e4m3 head", "f8e4m3 token", "i8 head", "i8 token"]
 LENGTHS = [(5, 5), (33, 1), (40, 23), (1, 1), (70, 17), (69, 1), (16, 1)]
 
 
 def kernel(op: str, case: PagedCase, scheme: KVScheme, *, has_head_scales: bool) -> Any:
-    constants = {
-        **case.constants(),
-        "kv_dtype": DTYPE_NAMES[scheme.dtype],
-        "kv_scales": scheme.scales,
-        "kv_largest": scheme.largest,
-        "has_head_scales": has_head_scales,
-    }
+    codes = code_constants(scheme, has_head_scales=has_head_scales)
+    constants = {**case.constants(), **codes}
     return imported(op, render_kernel(f"cpu/{op}.py.j2", op, constants))
-
-
-def head_scales(scheme: KVScheme) -> list[Tensor]:
-    """Of two KV heads, for k and v; none where tokens have scales."""
-    if scheme.scales == "token":
-        return []
-    return [torch.tensor([0.01, 0.03]), torch.tensor([0.02, 0.05])]
-
-
-def cached(case: PagedCase, scheme: KVScheme, scales: list[Tensor]) -> KVState:
-    """The case's context as codes; zeros where nothing was written, as the runtime allocates."""
-    shape = (case.num_blocks, case.kv_heads, case.block_size)
-    sides = [torch.zeros(shape) for _ in range(2 * scheme.has_token_scales)]
-    codes = [torch.zeros(x.shape).to(scheme.dtype) for x in (case.keys, case.values)]
-    state = KVState(*((x,) for x in codes), *((x,) for x in sides))  # type: ignore[arg-type]
-    flat = case.keys.flatten(0, 1), case.values.flatten(0, 1)
-    written = torch.nonzero(flat[0][:, 0, 0].isfinite()).flatten()
-    kv_write.evaluate(state, *(x[written] for x in flat), written, *scales, slot=0)
-    return state
-
-
-def tensors(state: KVState) -> list[Tensor]:
-    """What a kernel gets: the caches flat, scales of tokens as they are."""
-    codes = [state.keys[0].flatten(0, 1), state.values[0].flatten(0, 1)]
-    return [*codes, *(x[0] for x in (state.key_scales, state.value_scales) if x)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,10 +65,7 @@ def test_rotated_keys_become_codes(name: str) -> None:
         if got.dtype == torch.float32:
             assert distance(got, expected) <= REWRITE[torch.float32]
             continue
-        steps = (got.view(torch.int8).int() - expected.view(torch.int8).int()).abs()
-        assert steps.max() <= 1
-        # Of numbers that differ by 2**-22 next to codes 2**-8 apart, one in 2**13 changes over.
-        assert (steps > 0).sum() <= 2 + steps.numel() / 2**12
+        assert_near_codes(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
