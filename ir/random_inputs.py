@@ -148,8 +148,9 @@ def _cache(
     state = KVState.empty(kv, sizes["S"] * sizes["B"] + 1, BLOCK_SIZE)
     slots = torch.tensor(batch.slots([0] * len(batch.cached), batch.cached), dtype=torch.int64)
     for index, slot in enumerate(kv.slots):
+        dtype = torch.float32 if kv.scheme else state.keys[index].dtype
         k, v = (
-            torch.randn(len(slots), slot.num_kv_heads, dim, generator=generator)
+            torch.randn(len(slots), slot.num_kv_heads, dim, generator=generator).to(dtype)
             for dim in (slot.head_dim, slot.v_head_dim)
         )
         kv_write.evaluate(state, k, v, slots, slot=index)

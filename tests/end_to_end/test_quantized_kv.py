@@ -29,6 +29,7 @@ from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
+from tests.tolerances import REWRITE
 
 NUM_NEW_TOKENS = 16
 GREEDY = SamplingParams(
@@ -65,9 +66,8 @@ class Rounding(DynamicCache):
 
 
 ROUNDS = {"fp8": fp8, "int8": int8}
-# Next to the largest of a head: eight roundings in float32, as after a layer or two.
-LAST_BITS = 2.0**-24 * 8
-NUM_MOVED = 4
+LAST_BITS = REWRITE[torch.float32]  # next to the largest of a head
+NUM_MOVED = 2
 
 
 class RoundedReference(HFReference):
