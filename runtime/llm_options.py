@@ -79,7 +79,7 @@ _KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "int8": "int8
 
 
 def _kv_cache_dtype(name: str, value: Any) -> str | None:
-    if value not in _KV_CACHE_DTYPES:
+    if not isinstance(value, str) or value not in _KV_CACHE_DTYPES:
         raise InvalidRequest(f"{name} must be auto, fp8 or int8, got {value!r}")
     return _KV_CACHE_DTYPES[value]
 

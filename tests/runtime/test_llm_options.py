@@ -44,6 +44,13 @@ def test_names_of_dtypes(dtype: Any, expected: str | None) -> None:
     assert resolve_options({"dtype": dtype})[0].dtype == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("auto", None), ("fp8", "fp8"), ("fp8_e4m3", "fp8"), ("int8", "int8")]
+)
+def test_names_of_kv_caches(name: str, expected: str | None) -> None:
+    assert resolve_options({"kv_cache_dtype": name})[0].kv_cache_dtype == expected
+
+
 def test_what_changes_nothing_is_named() -> None:
     _, notices = resolve_options({"max_seq_len_to_capture": 8192, "swap_space": 4})
     assert notices == [
