@@ -31,7 +31,7 @@ from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from tests.tolerances import REWRITE
 
-NUM_NEW_TOKENS = 16
+NUM_NEW_TOKENS = 24
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=-1, detokenize=False
 )
