@@ -198,7 +198,7 @@ LAYERS, KV_HEADS = 2, 2
 
 def _scales(scale: Tensor) -> dict[str, Tensor]:
     return {
-        f"model.layers.{layer}.self_attn.{name}": scale
+        f"model.layers.{layer}.self_attn.{name}": scale.clone()
         for layer in range(LAYERS)
         for name in ("k_scale", "v_scale")
     }
