@@ -84,8 +84,10 @@ def _check_block_size(block_size: int) -> None:
 
 
 def _check_converts(artifact: Artifact, device: torch.device) -> None:
+    if artifact.kv_cache_dtype != "fp8":
+        return
     major, minor = torch.cuda.get_device_capability(device)
-    if artifact.kv_cache_dtype == "fp8" and (major, minor) < (8, 9):
+    if (major, minor) < (8, 9):
         raise ArtifactError(
             f"{artifact.root} has an FP8 KV cache, which needs a GPU of sm_89 or later; this one "
             f"is sm_{major}{minor}; compile the model again with --kv-cache-dtype int8"

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from octavo.compile import compile_model
 from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import num_groups
 from octavo.runtime import load
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import InvalidRequest
@@ -36,8 +37,9 @@ GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=-1, detokenize=False
 )
 PROMPT_LENGTHS = (1, 5, 13, 40)
-# Grouped heads and not, sliding windows and softcaps, learned positions, norms of heads.
-NAMES = ("llama", "qwen3", "gemma2", "gpt2", "mistral")
+# Grouped heads and not, sliding windows and softcaps, learned positions, norms of heads; local
+# layers that share the memory of global ones.
+NAMES = ("llama", "qwen3", "gemma2", "gpt2", "mistral", "gemma3-local")
 
 
 def fp8(x: Tensor) -> Tensor:
@@ -173,11 +175,12 @@ def test_preempted_and_swapped_to_host_memory(
 ) -> None:
     monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
     longest = max(PROMPT_LENGTHS) + NUM_NEW_TOKENS
+    slots = Artifact.open(compiled.artifact).manifest.kv_slots
     llm, outputs = _generate(
         compiled,
         block_size=4,
         max_model_len=longest,
-        num_gpu_blocks_override=-(-longest // 4) + 2,
+        num_gpu_blocks_override=num_groups(slots) * -(-longest // 4) + 2,
         kv_offload_gb=0.01,
     )
     compiled.check(outputs, "host memory")
