@@ -242,5 +242,5 @@ def test_a_request_that_is_preempted_and_then_spoiled_leaves_nothing_to_find() -
     blocks.check()
     assert blocks.find_prefix(spoiled.block_keys(4, 4)).num_blocks == 0
     scheduler.update(third, [7])
-    assert not scheduler.sharing.find(add("c", range(16), 0))
+    assert scheduler.sharing.find(add("c", range(16), 0)).num_blocks == 0
     blocks.check()
