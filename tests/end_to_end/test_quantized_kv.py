@@ -23,9 +23,9 @@ from transformers import DynamicCache
 
 from octavo.compile import compile_model
 from octavo.ir.errors import OctavoError
-from octavo.ir.manifest import num_groups
 from octavo.runtime import load
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.block_groups import block_groups, most_blocks
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
@@ -175,12 +175,13 @@ def test_preempted_and_swapped_to_host_memory(
 ) -> None:
     monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
     longest = max(PROMPT_LENGTHS) + NUM_NEW_TOKENS
-    slots = Artifact.open(compiled.artifact).manifest.kv_slots
+    groups = block_groups(Artifact.open(compiled.artifact).manifest.kv_slots)
     llm, outputs = _generate(
         compiled,
         block_size=4,
         max_model_len=longest,
-        num_gpu_blocks_override=num_groups(slots) * -(-longest // 4) + 2,
+        long_prefill_token_threshold=8,
+        num_gpu_blocks_override=most_blocks(groups, longest, 8, 4) + 2,
         kv_offload_gb=0.01,
     )
     compiled.check(outputs, "host memory")
