@@ -140,7 +140,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Compiled(folder / "artifact", reference, plain)
 
 
-def _generate(compiled: Compiled, **options: Any) -> tuple[LLM, list[RequestOutput]]:
+def generate(compiled: Compiled, **options: Any) -> tuple[LLM, list[RequestOutput]]:
     llm = LLM(compiled.artifact, max_logprobs=-1, check_invariants=True, **options)
     return llm, llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
 
@@ -153,17 +153,17 @@ def test_the_yardstick_sees_whether_there_are_codes(compiled: Compiled) -> None:
 
 
 def test_all_prompts_in_one_batch(compiled: Compiled) -> None:
-    compiled.check(_generate(compiled)[1], "batch")
+    compiled.check(generate(compiled)[1], "batch")
 
 
 def test_prefill_in_chunks_of_seven(compiled: Compiled) -> None:
-    llm, outputs = _generate(compiled, long_prefill_token_threshold=7, max_num_seqs=2)
+    llm, outputs = generate(compiled, long_prefill_token_threshold=7, max_num_seqs=2)
     compiled.check(outputs, "chunks of 7")
     assert llm.stats().num_steps > NUM_NEW_TOKENS, "nothing was cut"
 
 
 def test_a_prefix_that_was_computed_before(compiled: Compiled) -> None:
-    llm, _ = _generate(compiled, block_size=4)
+    llm, _ = generate(compiled, block_size=4)
     outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
     compiled.check(outputs, "prefix cache")
     found = [(len(prompt) - 1) // 4 * 4 for prompt in compiled.reference.prompts]
@@ -176,7 +176,7 @@ def test_preempted_and_swapped_to_host_memory(
     monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
     longest = max(PROMPT_LENGTHS) + NUM_NEW_TOKENS
     groups = block_groups(Artifact.open(compiled.artifact).manifest.kv_slots)
-    llm, outputs = _generate(
+    llm, outputs = generate(
         compiled,
         block_size=4,
         max_model_len=longest,
@@ -237,7 +237,7 @@ def test_scales_of_heads_from_a_file(kv: str, checkpoint: Path, tmp_path: Path) 
 
     reference = RoundedReference(checkpoint, rounded)
     compiled = Compiled(tmp_path / "out", reference, reference)
-    compiled.check(_generate(compiled)[1], "scales of heads")
+    compiled.check(generate(compiled)[1], "scales of heads")
 
 
 @pytest.mark.parametrize(
