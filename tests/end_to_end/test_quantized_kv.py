@@ -7,6 +7,7 @@ reference, by moving all keys and values by as much as float32 may have them off
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hf_reference import HFReference, logprobs_of
 from model_zoo import tiny_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -32,6 +33,7 @@ from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from tests.tolerances import REWRITE
 
+QUANTIZED = Path(__file__).parents[1] / "frontend" / "data" / "quantized"
 NUM_NEW_TOKENS = 24
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=-1, detokenize=False
@@ -238,6 +240,33 @@ def test_scales_of_heads_from_a_file(kv: str, checkpoint: Path, tmp_path: Path) 
     reference = RoundedReference(checkpoint, rounded)
     compiled = Compiled(tmp_path / "out", reference, reference)
     compiled.check(generate(compiled)[1], "scales of heads")
+
+
+@pytest.mark.parametrize("form", ["k_scale", "k_proj.k_scale", "k_proj.output_scale"])
+def test_scales_of_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
+    shutil.copytree(QUANTIZED / "ct-fp8-tensor", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    stored = load_file(path)
+    modules = sorted(key.removesuffix(".q_proj.weight") for key in stored if "q_proj.weight" in key)
+    assert len(modules) == LAYERS
+    for number, module in enumerate(modules, 1):
+        stored[f"{module}.{form}"] = torch.tensor([0.25 * number])
+        stored[f"{module}.{form.replace('k_', 'v_')}"] = torch.tensor([0.125 * number])
+    save_file(stored, path)
+    compile_model(
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        target="cpu",
+        progress=False,
+        kv_cache_dtype="fp8",
+        kv_scales="checkpoint",
+    )
+    artifact = Artifact.open(tmp_path / "out")
+    weights = artifact.load_weights(torch.device("cpu"))
+    for side, base in (("k_scale", 0.25), ("v_scale", 0.125)):
+        found = [scale.unique().tolist() for name, scale in weights.items() if side in name]
+        assert sorted(found) == [[base * number] for number in range(1, len(modules) + 1)]
+    assert artifact.manifest.quant_schemes, "its linears are not quantised"
 
 
 @pytest.mark.parametrize(
