@@ -29,6 +29,7 @@ FOUR_BITS = (
 CASES = [
     *(("plain", scheme) for scheme in (*EVERY, *FOUR_BITS)),
     *(("nibbles", scheme) for scheme in FOUR_BITS),
+    *(("triton", scheme) for scheme in (*EVERY, *FOUR_BITS) if "nf4" not in scheme),
 ]
 
 
