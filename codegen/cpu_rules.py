@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from octavo.codegen.kernels import Kernel, KernelRules, Rule
+from octavo.codegen.kernels import Kernel, KernelRules, Rule, kv_code_constants
 from octavo.ir.graph import Node
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import KVType, QuantType, TensorType
@@ -139,6 +139,13 @@ def _rotary(node: Node) -> Rule:
     return Rule(("out",), kernel)
 
 
+def _code_constants(node: Node, kv_at: int, *, scales_at: int) -> tuple[tuple[str, Any], ...]:
+    kv = node.operand(kv_at).type
+    assert isinstance(kv, KVType), f"{node}: operand {kv_at} is no KV state"
+    codes = kv_code_constants(node, kv, scales_at)
+    return (("kv_dtype", kv.dtype), *codes) if codes else ()
+
+
 def _kv_write(node: Node) -> Rule:
     k, v = node.operand(1), node.operand(2)
     constants = (
@@ -146,6 +153,7 @@ def _kv_write(node: Node) -> Rule:
         ("head_dim", k.shape[2]),
         ("v_head_dim", v.shape[2]),
         ("dtype", k.dtype),
+        *_code_constants(node, 0, scales_at=4),
     )
     return Rule((None,), Kernel(node.op, constants, (k.shape[1], k.shape[2])))
 
@@ -160,6 +168,7 @@ def _rotary_kv_write(node: Node) -> Rule:
             ("kv_heads", k.shape[1]),
             ("v_head_dim", v.shape[2]),
             *constants,
+            *_code_constants(node, 0, scales_at=7),
         ),
         (q.shape[1], k.shape[1], k.shape[2]),
         plan_operands=(4, 5),
@@ -183,13 +192,21 @@ def _paged_attention(node: Node) -> Rule:
         ("kv_dtype", kv.dtype),
         *attrs.items(),
         ("has_sinks", has_sinks),
+        *kv_code_constants(node, kv, scales_at=6),
     )
     spans = [f"w{attrs['window']}"] if attrs["window"] else []
     label = (q.shape[1], slot.num_kv_heads, slot.head_dim, *spans)
     plan_constants = ("paged_attention", q.dtype, slot, attrs["window"], attrs["chunk"])
     return Rule(
         ("out",),
-        Kernel(node.op, constants, label, plan_operands=(2, 3, 4), plan_constants=plan_constants),
+        Kernel(
+            node.op,
+            constants,
+            label,
+            plan_operands=(2, 3, 4),
+            plan_constants=plan_constants,
+            prepared=(3, 4),  # scales of heads, behind q, kv and sinks once the plan is made
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Node
 from octavo.ir.ops.aten import _overload
-from octavo.ir.types import TensorType
+from octavo.ir.types import KVType, TensorType
 
 VIEWS = frozenset("reshape expand transpose permute unsqueeze squeeze slice select split".split())
 UNARY = frozenset("neg exp sqrt rsqrt cos sin tanh sigmoid relu silu gelu".split())
@@ -58,6 +58,21 @@ class Rule:
     alias: bool = False
     in_place: tuple[tuple[int, int], ...] = ()
     scratch: tuple[tuple[str, TensorType], ...] = ()
+
+
+def kv_code_constants(node: Node, kv: KVType, scales_at: int) -> tuple[tuple[str, Any], ...]:
+    """What a kernel has to know of a cache of codes, whose scales of heads are two operands.
+
+    Nothing where the cache holds what it is given: such kernels are told of no codes at all.
+    """
+    if kv.scheme is None:
+        return ()
+    given = [value is not None for value in node.inputs[scales_at : scales_at + 2]]
+    return (
+        ("kv_scales", kv.scales),
+        ("kv_largest", kv.scheme.largest),
+        ("has_head_scales", any(given)),
+    )
 
 
 # An op's rule, or None where the op's kernel does not cover this node.

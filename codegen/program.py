@@ -26,7 +26,7 @@ from octavo.codegen.scope import Bound, Field, Names, Scope
 from octavo.codegen.triton_rules import sampler
 from octavo.ir.graph import Graph, Kind, Value
 from octavo.ir.ops.aten import _overload
-from octavo.ir.types import QuantType
+from octavo.ir.types import KVType, QuantType
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -41,6 +41,9 @@ class ProgramWriter:
         self.schedule = schedule
         self.plan = plan
         self.kernels = kernels
+        states = [v.type for v in graph.inputs if isinstance(v.type, KVType)]
+        has_scales = any(state.scales == "token" for state in states)
+        self.cache_names = CACHE_NAMES if has_scales else CACHE_NAMES[:2]
         self.views: list[str] = []
         self.buffer_names = Names(("T", "S", "R", "workspace", "block_size", "device"))
         self.planned: dict[Value, str] = {}  # values that are attributes of Buffers
@@ -67,6 +70,7 @@ class ProgramWriter:
                 views=[text for line in self.views for text in wrapped(line)],
                 fields=self._fields(main),
                 main=[text for line in main.lines for text in wrapped(line)],
+                kv_slot="Tensor, Tensor" if len(self.cache_names) == 2 else "Tensor, ...",
                 has_kv=any(is_state(value) for value in self.graph.inputs),
                 uses_functional=any("F.embedding" in line for line in _all_lines(main, bodies)),
             )
@@ -128,7 +132,7 @@ class ProgramWriter:
             scope.names[value] = names.new(named.name)
         for number, slot in enumerate(body.part.slots):
             suffix = "" if len(body.part.slots) == 1 else f"_{number}"
-            scope.caches[slot] = (f"keys{suffix}", f"values{suffix}")
+            scope.caches[slot] = tuple(f"{name}{suffix}" for name in self.cache_names)
         for line in body.part.lines:
             self._statement(line, scope, names)
         results = [self._operand(value, scope) for value in body.results]
@@ -164,8 +168,8 @@ class ProgramWriter:
             fields.append(Field(name, fetched, f"  # {weight.value.type}", annotation))
         for index, slot in enumerate(body.part.slots):
             for half, name in enumerate(scope.caches[slot]):
-                bound = f"kv_caches[slots[{index}]][{half}].flatten(0, 1)"
-                fields.append(Field(name, bound, "  # flat: [num_blocks * block_size, heads, dim]"))
+                bound, comment = _bound_cache(f"kv_caches[slots[{index}]]", half)
+                fields.append(Field(name, bound, comment))
         return fields
 
     def _main(self) -> Scope:
@@ -217,7 +221,7 @@ class ProgramWriter:
             fields.append(Field(name, weight.expression(key, is_literal=True)))
         for slot, names in main.caches.items():
             for half, name in enumerate(names):
-                fields.append(Field(name, f"kv_caches[{slot}][{half}].flatten(0, 1)"))
+                fields.append(Field(name, _bound_cache(f"kv_caches[{slot}]", half)[0]))
         return fields
 
     # Statements
@@ -320,7 +324,8 @@ class ProgramWriter:
         return f"{scope.holder}.{scope.weights[key]}"
 
     def _caches(self, slot: int, scope: Scope) -> list[str]:
-        caches = scope.caches.setdefault(slot, (f"keys_{slot}", f"values_{slot}"))
+        names = tuple(f"{name}_{slot}" for name in self.cache_names)
+        caches = scope.caches.setdefault(slot, names)
         return [f"{scope.holder}.{name}" for name in caches]
 
     def _comment(self, line: Line, scope: Scope) -> None:
@@ -359,8 +364,19 @@ def wrapped(statement: str) -> list[str]:
 _LINE_WIDTH = 88
 _PROGRAM_ATTRIBUTES = (
     *("capacity", "memory", "buffers", "block_size", "keys", "values"),
-    *("device", "workspace", "sampler"),
+    *("key_scales", "value_scales", "device", "workspace", "sampler"),
 )
+
+
+# What a slot of the KV cache is made of; the last two where tokens have scales.
+CACHE_NAMES = ("keys", "values", "key_scales", "value_scales")
+
+
+def _bound_cache(slot: str, index: int) -> tuple[str, str]:
+    """The expression that fetches a part of a slot, and what is said of it."""
+    if index < 2:
+        return f"{slot}[{index}].flatten(0, 1)", "  # flat: [num_blocks * block_size, heads, dim]"
+    return f"{slot}[{index}]", "  # [num_blocks, heads, block_size]"
 
 
 def _annotation(value: Value) -> str:

@@ -76,6 +76,6 @@ class Scope:
     holder: str  # where weights are: `w` or `self`
     names: dict[Value, str] = field(default_factory=dict)
     weights: dict[Bound, str] = field(default_factory=dict)
-    caches: dict[int, tuple[str, str]] = field(default_factory=dict)  # by slot
+    caches: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by slot
     lines: list[str] = field(default_factory=list)
     module: str | None = None

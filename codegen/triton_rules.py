@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from octavo.codegen.kernels import Kernel, KernelRules, Rule
+from octavo.codegen.kernels import Kernel, KernelRules, Rule, kv_code_constants
 from octavo.codegen.triton_layouts import TritonLayout, why_no_kernel
 from octavo.ir.graph import Node, Value
 from octavo.ir.types import KVType, QuantType, TensorType
@@ -210,7 +210,7 @@ def _rotary(node: Node) -> Rule:
     return Rule(("out",), Kernel(node.op, constants, (x.shape[1], x.shape[2])))
 
 
-def _head_constants(node: Node, kv_at: int) -> tuple[tuple[str, Any], ...]:
+def _head_constants(node: Node, kv_at: int, scales_at: int) -> tuple[tuple[str, Any], ...]:
     kv = node.operand(kv_at).type
     assert isinstance(kv, KVType), f"{node}: operand {kv_at} is no KV state"
     slot = kv.slots[node.attrs["slot"]]
@@ -219,12 +219,13 @@ def _head_constants(node: Node, kv_at: int) -> tuple[tuple[str, Any], ...]:
         ("head_dim", slot.head_dim),
         ("v_head_dim", slot.v_head_dim),
         ("kv_dtype", kv.dtype),
+        *kv_code_constants(node, kv, scales_at),
     )
 
 
 def _kv_write(node: Node) -> Rule:
     k = node.operand(1).tensor
-    constants = (*_head_constants(node, 0), ("dtype", k.dtype))
+    constants = (*_head_constants(node, 0, 4), ("dtype", k.dtype))
     return Rule((None,), Kernel(node.op, constants, (k.shape[1], k.shape[2])))
 
 
@@ -232,7 +233,7 @@ def _rotary_kv_write(node: Node) -> Rule:
     q, k, cos = (node.operand(i).tensor for i in (1, 2, 4))
     constants = (
         ("heads", q.shape[1]),
-        *_head_constants(node, 0),
+        *_head_constants(node, 0, 7),
         ("dtype", q.dtype),
         *_rotary_constants(cos, node.attrs["interleaved"]),
     )
@@ -254,7 +255,7 @@ def _attention_label(q: TensorType, node: Node, kv_heads: Any) -> tuple[Any, ...
 
 
 def _paged_attention(node: Node) -> Rule:
-    q, heads = node.operand(0).tensor, _head_constants(node, 1)
+    q, heads = node.operand(0).tensor, _head_constants(node, 1, 6)
     constants = (
         ("heads", q.shape[1]),
         *heads,
@@ -266,7 +267,7 @@ def _paged_attention(node: Node) -> Rule:
 
 
 def _rotary_paged_attention(node: Node) -> Rule:
-    q, cos, heads = node.operand(1).tensor, node.operand(4).tensor, _head_constants(node, 0)
+    q, cos, heads = node.operand(1).tensor, node.operand(4).tensor, _head_constants(node, 0, 13)
     constants = (
         ("heads", q.shape[1]),
         *heads,

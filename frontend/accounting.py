@@ -17,6 +17,7 @@ _COMPUTED = {
     r"(^|\.)attn\.(masked_)?bias$": "causal mask buffer, computed",
     r"(^|\.)attention\.(masked_)?bias$": "causal mask buffer, computed",
     r"(^|\.)position_ids$": "position buffer, computed",
+    r"\.[kv]_scale$": "scale of a KV cache, which --kv-scales checkpoint takes",
 }
 
 

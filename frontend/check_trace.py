@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.reference import Prompt, eager_logits
 from octavo.frontend.refused import RefusedArchitecture, refusing
+from octavo.frontend.rounded_cache import HeadScales, RoundedCache
 from octavo.frontend.tokenwise import check_tokenwise
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.frontend.weights import QuantizedSource, WeightSource
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.interpret import interpret
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.weight_cache import WeightCache
 
 # Of the logits' scale, in float32: rounding that grows with the square root of the terms summed in
@@ -25,6 +28,9 @@ from octavo.ir.weight_cache import WeightCache
 FLOAT32_BOUND = 2.0**-24 * 2**11
 NUM_TOP = 8
 _SHORT, _LONG = 6, 24
+# How far k and v may be off where two programs agree, by the bytes of their dtype: 64 roundings in
+# float32, which few layers reach, and two in 16 bits.
+_LAST_BITS = {4: 2.0**-18, 2: 2.0**-8}
 _LONGEST_WINDOW = 512  # a longer window is not filled, since that would take minutes
 
 
@@ -152,20 +158,64 @@ def probe_prompts(graph: Graph, max_position: int, num_ids: int) -> list[Prompt]
     return [(ids, first) for (_, first), ids in prompts.items()]
 
 
+def check_rounded(
+    config: Any,
+    dtype: torch.dtype,
+    weights: WeightSource,
+    prompts: Sequence[Prompt],
+    scheme: KVScheme,
+    scales: HeadScales,
+) -> tuple[list[ReferenceRow], Distance]:
+    """What Hugging Face says with a KV cache of codes, and how far from it a program may be.
+
+    To the bound without codes comes what keys and values that differ in their last bits do, since
+    that moves some of them over to the next code. Raises RefusedArchitecture for a model whose own
+    cache is not asked for what it attends to.
+    """
+    with refusing(config.model_type):
+        held = CachedWeights(weights, dtype)
+        made: list[RoundedCache] = []
+
+        def run(noise: float) -> list[Tensor]:
+            def new_cache() -> RoundedCache:
+                made.append(RoundedCache(scheme, scales, noise))
+                return made[-1]
+
+            return eager_logits(config, dtype, held, prompts, new_cache=new_cache)
+
+        logits = run(0.0)
+        if not all(cache.num_updates for cache in made):
+            raise RefusedArchitecture(
+                "its own code keeps no keys and values in a cache, so nothing says what rounding "
+                "them does; leave out --kv-cache-dtype"
+            )
+        bound = _bound(config, dtype, held, prompts, logits, scheme, scales)
+        for moved, still in zip(run(_LAST_BITS[dtype.itemsize]), logits, strict=True):
+            bound = bound.worst(Distance.between(moved, still).times(3))
+        return [_row(prompt, rows) for prompt, rows in zip(prompts, logits, strict=True)], bound
+
+
 def _bound(
     config: Any,
     dtype: torch.dtype,
     weights: CachedWeights,
     prompts: Sequence[Prompt],
     logits: Sequence[Tensor],
+    scheme: KVScheme | None = None,
+    scales: HeadScales = (),
 ) -> Distance:
     scale = max(1.0, *(float(rows.abs().max()) for rows in logits))
     bound = Distance(FLOAT32_BOUND * scale, FLOAT32_BOUND * scale)
     if dtype.itemsize >= 4:
         return bound
     # The same rounded weights, computed with in float32: what is left is the dtype's own noise.
+    new_cache = None if scheme is None else partial(RoundedCache, scheme, scales)
     wide = eager_logits(
-        config, torch.float32, CachedWeights(weights, torch.float32, limit_bytes=0), prompts
+        config,
+        torch.float32,
+        CachedWeights(weights, torch.float32, limit_bytes=0),
+        prompts,
+        new_cache=new_cache,
     )
     for rows, exact in zip(logits, wide, strict=True):
         bound = bound.worst(Distance.between(rows, exact).times(3))

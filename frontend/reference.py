@@ -5,6 +5,7 @@ This is what a compiled model is compared with, so nothing of Octavo's own arith
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,25 +23,32 @@ from octavo.ir.errors import OctavoError
 _log = logging.getLogger(__name__)
 
 Prompt = tuple[list[int], int]  # token ids, position of the first
+NewCache = Callable[[], Any]  # makes a transformers Cache
 _Table = dict[str, Any]  # a module's parameters or buffers
 
 
 def eager_logits(
-    config: Any, dtype: torch.dtype, weights: WeightSource, prompts: Sequence[Prompt]
+    config: Any,
+    dtype: torch.dtype,
+    weights: WeightSource,
+    prompts: Sequence[Prompt],
+    *,
+    new_cache: NewCache | None = None,
 ) -> list[Tensor]:
     """Logits of Hugging Face's model for each prompt: ``[len, V]``, float32.
 
     Computed in ``dtype``. Memory is that of the largest module and what ``CachedWeights`` keeps;
-    give one to share it. Raises RefusedArchitecture where transformers cannot build or run the
+    give one to share it. ``new_cache`` makes the KV cache of a prompt, where there is to be one.
+    Raises RefusedArchitecture where transformers cannot build or run the
     model.
     """
     with streamed_model(config, dtype, weights) as model:
-        results = [model_logits(model, *prompt) for prompt in prompts]
+        results = [model_logits(model, *prompt, new_cache) for prompt in prompts]
     if not any(logits.isnan().any() for logits in results):
         return results
     _log.debug("%s cannot be streamed: loading all of its weights", config.model_type)
     whole = eager_model(config, dtype, weights)
-    return [model_logits(whole, *prompt) for prompt in prompts]
+    return [model_logits(whole, *prompt, new_cache) for prompt in prompts]
 
 
 @contextmanager
@@ -69,7 +77,9 @@ def eager_model(config: Any, dtype: torch.dtype, weights: WeightSource) -> Any:
 
 
 @torch.no_grad()
-def model_logits(model: Any, ids: list[int], first_position: int = 0) -> Tensor:
+def model_logits(
+    model: Any, ids: list[int], first_position: int = 0, new_cache: NewCache | None = None
+) -> Tensor:
     """Logits ``[len, V]``, float32, of one sequence. Raises RefusedArchitecture."""
     positions = torch.arange(first_position, first_position + len(ids))
     # A mask of ones says that this is one sequence, whatever its positions are.
@@ -78,7 +88,7 @@ def model_logits(model: Any, ids: list[int], first_position: int = 0) -> Tensor:
             input_ids=torch.tensor([ids]),
             position_ids=positions[None],
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            use_cache=False,
+            **_cache_keywords(model, new_cache),
         ).logits
     except OctavoError:
         raise  # a weight that cannot be read
@@ -87,6 +97,14 @@ def model_logits(model: Any, ids: list[int], first_position: int = 0) -> Tensor:
             f"Hugging Face's own model cannot run with this config: {gist(error)}"
         ) from error
     return logits[0].float()
+
+
+def _cache_keywords(model: Any, new_cache: NewCache | None) -> dict[str, Any]:
+    if new_cache is None:
+        return {"use_cache": False}
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"  # as transformers once said
+    return {"use_cache": True, name: new_cache()}
 
 
 @contextmanager

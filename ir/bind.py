@@ -83,12 +83,26 @@ def _sizes(value: Value, declared: TensorType, sizes: Mapping[str, int]) -> tupl
 def _fits_kv(declared: KVType, given: KVState) -> bool:
     if len(given.keys) != len(declared.slots) or len(given.values) != len(declared.slots):
         return False
+    sides = (given.key_scales, given.value_scales)
+    if not all(_fits_scales(declared, given.keys, scales) for scales in sides):
+        return False
     return all(
         key.shape[2:] == (slot.num_kv_heads, slot.head_dim)
         and value.shape[2:] == (slot.num_kv_heads, slot.v_head_dim)
         and key.shape[:2] == value.shape[:2]
         and DTYPE_NAMES.get(key.dtype) == DTYPE_NAMES.get(value.dtype) == declared.dtype
         for slot, key, value in zip(declared.slots, given.keys, given.values, strict=True)
+    )
+
+
+def _fits_scales(declared: KVType, caches: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> bool:
+    """Scales of tokens are of the caches' blocks, heads and places; other states have none."""
+    if declared.scales != "token":
+        return not scales
+    return len(scales) == len(caches) and all(
+        scale.shape == (cache.shape[0], cache.shape[2], cache.shape[1])
+        and DTYPE_NAMES.get(scale.dtype) == "f32"
+        for cache, scale in zip(caches, scales, strict=True)
     )
 
 

@@ -64,7 +64,8 @@ class Manifest:
     ``max_position`` is the model's own bound on prompt plus output, in tokens. ``producer`` maps
     package names to versions and, like ``source``, does not enter the content id.
     ``quantization`` names the recipe, or is None; ``quant_schemes`` says how many linears multiply
-    by matrices of each scheme.
+    by matrices of each scheme. ``kv_scheme`` is how the KV cache holds codes (ir/kv_scheme.py);
+    without it, it is of the model's dtype.
     """
 
     architecture: str
@@ -77,6 +78,7 @@ class Manifest:
     files: dict[str, FileEntry]
     quantization: str | None = None
     quant_schemes: dict[str, int] = field(default_factory=dict)
+    kv_scheme: str | None = None
     source: str = ""
     revision: str | None = None
     producer: dict[str, str] = field(default_factory=dict)
@@ -107,8 +109,9 @@ class Manifest:
         """The fields, but for what is younger than format 2 and says nothing: so ids stay what they
         were."""
         body = dataclasses.asdict(self)
-        if not self.quant_schemes:
-            del body["quant_schemes"]
+        for name in ("quant_schemes", "kv_scheme"):
+            if not body[name]:
+                del body[name]
         for slot in body["kv_slots"]:
             for name in ("chunk", "group"):
                 if not slot[name]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Origin, Value
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.lexer import Source, Token
 from octavo.ir.ops import OpDef, infer_types, op_def, registered_ops
 from octavo.ir.ops.aten import OperandRef
@@ -273,11 +274,20 @@ class _Parser:
         token = self.expect_kind("word", "the cache's dtype")
         if token.text not in DTYPES:
             self.fail(f"unknown dtype; expected one of {', '.join(DTYPES)}", token)
+        scales = self.kv_scales(token)
         if self.accept(">"):
-            return KVType(token.text, ())
+            return KVType(token.text, (), scales)
         self.expect(",")
         runs = self.items(">", self.slot_run)
-        return KVType(token.text, tuple(slot for run in runs for slot in run))
+        return KVType(token.text, tuple(slot for run in runs for slot in run), scales)
+
+    def kv_scales(self, dtype: Token) -> str | None:
+        """The word after the dtype that says what has a scale, if there is one."""
+        if self.token.kind != "word":
+            return None
+        scales = self.advance()
+        scheme = f"{dtype.text} {scales.text}"
+        return self.checked(scales, lambda: KVScheme.parse(scheme)).scales  # type: ignore[no-any-return]
 
     def slot_run(self) -> list[SlotShape]:
         """``30 x [3, 64, 64]``; a single slot may go without ``1 x``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph, Value
-from octavo.ir.ops.paged import KVState
+from octavo.ir.ops.paged import KVState, kv_write
 from octavo.ir.ops.quant import QUANT_SOURCED
 from octavo.ir.quant_tensor import QuantTensor, quantize
 from octavo.ir.types import KVType, QuantType, TensorType, dim_at, tensor_type
@@ -180,10 +180,13 @@ def _cache(
     # A slot is of one group, and finds context in the blocks of every other as well.
     written = batch.slots([0] * len(batch.cached), batch.cached)
     slots = torch.tensor([row for rows in written for row in rows], dtype=torch.int64)
-    for cache in (*state.keys, *state.values):
-        rows = cache.flatten(0, 1)
-        drawn = torch.randn(len(slots), *rows.shape[1:], generator=generator)
-        rows[slots] = drawn.to(cache.dtype)
+    for index, slot in enumerate(kv.slots):
+        dtype = torch.float32 if kv.scheme else state.keys[index].dtype
+        k, v = (
+            torch.randn(len(slots), slot.num_kv_heads, dim, generator=generator).to(dtype)
+            for dim in (slot.head_dim, slot.v_head_dim)
+        )
+        kv_write.evaluate(state, k, v, slots, slot=index)
     return state
 
 

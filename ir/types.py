@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.quant_scheme import QuantScheme
 
 DTYPES: dict[str, torch.dtype] = {
@@ -139,10 +140,14 @@ class SlotShape:
 
 @dataclass(frozen=True)
 class KVType:
-    """The paged KV state: ``kv<f32, 30 x [3, 64, 64]>``, one slot for each attention call."""
+    """The paged KV state: ``kv<f32, 30 x [3, 64, 64]>``, one slot for each attention call.
+
+    With ``scales`` the dtype is that of codes, see KVScheme: ``kv<i8 token, 30 x [3, 64, 64]>``.
+    """
 
     dtype: str
     slots: tuple[SlotShape, ...]
+    scales: str | None = None
 
     def __str__(self) -> str:
         runs: list[tuple[int, SlotShape]] = []
@@ -151,7 +156,13 @@ class KVType:
                 runs[-1] = (runs[-1][0] + 1, slot)
             else:
                 runs.append((1, slot))
-        return ", ".join([f"kv<{self.dtype}", *(f"{count} x {slot}" for count, slot in runs)]) + ">"
+        held = str(self.scheme or self.dtype)
+        return ", ".join([f"kv<{held}", *(f"{count} x {slot}" for count, slot in runs)]) + ">"
+
+    @property
+    def scheme(self) -> KVScheme | None:
+        """How codes stand for keys and values; None where they are held as they are."""
+        return KVScheme(self.dtype, self.scales) if self.scales else None
 
 
 Type = TensorType | QuantType | KVType

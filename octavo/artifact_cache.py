@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -25,6 +26,7 @@ def compiled(
     dtype: str = "auto",
     quant: str | None = None,
     revision: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Path:
     """The artifact of a model, compiled now unless the cache has it.
 
@@ -34,26 +36,27 @@ def compiled(
     path = Path(model).expanduser()
     if not path.exists() and is_model_id(str(model)):
         path = fetch_snapshot(str(model), revision, with_weights=True)
-    key = _key(path, dtype, quant)
+    options = {
+        "dtype": dtype,
+        "quant": quant and [quant, _recipe_text(quant)],
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    key = _key(path, options)
     artifact = cache_directory() / "artifacts" / f"{path.stem}-{key[:16]}"
     artifact.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{artifact}.lock"):
         if not (artifact / "manifest.json").is_file():
-            compile_model(path, artifact, dtype=dtype, quant=quant)
+            compile_model(path, artifact, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype)
     return artifact
 
 
-def _key(path: Path, dtype: str, quant: str | None) -> str:
+def _key(path: Path, options: dict[str, Any]) -> str:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     read = {
         "model": [str(path.resolve()), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]],
-        "options": {
-            "dtype": dtype,
-            "quant": quant and [quant, _recipe_text(quant)],
-            "target": resolve_target("auto").name,
-        },
+        "options": {**options, "target": resolve_target("auto").name},
         "versions": versions,
         "compiler": _compiler_hash(),
     }

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from octavo.codegen.target import Target, Targets, cuda_target, resolve_targets
 from octavo.codegen.weights import WrittenWeights
 from octavo.evaluate.loss_file import LOSS_FILE, measure_loss
 from octavo.frontend.accounting import account
-from octavo.frontend.check_trace import TraceCheck, check_trace
+from octavo.frontend.check_trace import TraceCheck, check_rounded, check_trace
 from octavo.frontend.config import choose_dtype
+from octavo.frontend.kv_scales import head_scales, load_kv_scales
 from octavo.frontend.model_files import write_model_files
 from octavo.frontend.read_codes import read_codes
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
@@ -42,6 +43,7 @@ from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
 from octavo.ir.types import DTYPE_NAMES
+from octavo.kv_options import KVOptions, resolve_kv_options
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
@@ -89,6 +91,7 @@ class _Job:
     calibration: CalibrationRequest
     loss_tokens: int
     dequantize: bool
+    kv: KVOptions
 
 
 def compile_model(
@@ -108,6 +111,9 @@ def compile_model(
     revision: str | None = None,
     force: bool = False,
     progress: bool = True,
+    kv_cache_dtype: str = "auto",
+    kv_scale_per: str | None = None,
+    kv_scales: str | Path | None = None,
 ) -> CompileReport:
     """Compile a model into an artifact directory.
 
@@ -118,17 +124,19 @@ def compile_model(
     ``quant_head`` one for the LM head, which is left as it is otherwise; ``calibration`` says with
     what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
     compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. A quantised
-    checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers. Without
-    ``with_weights`` only the shapes of the checkpoint's weights are stored, for runs with
-    ``load_format="dummy"``. On a machine with the GPU that is compiled for, kernels are tuned for
-    up to ``tune_seconds``. An existing ``output`` is replaced only with ``force``, and only when
-    the new artifact is complete. Of several threads one compiles at a time, the others wait. Raises
-    OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was
-    written beside it is removed.
+    checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers.
+    ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
+    values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of the checkpoint's
+    weights are stored, for runs with ``load_format="dummy"``. On a machine with the GPU that is
+    compiled for, kernels are tuned for up to ``tune_seconds``. An existing ``output`` is replaced
+    only with ``force``, and only when the new artifact is complete. Of several threads one compiles
+    at a time, the others wait. Raises OctavoError, one line; then, and when interrupted, ``output``
+    is as it was before and what was written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
     targets = resolve_targets(target)
+    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets)
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
@@ -152,6 +160,7 @@ def compile_model(
             request,
             loss_tokens,
             dequantize,
+            kv,
         )
         manifest = _build(job)
         if tune_seconds and targets.main.is_here:
@@ -209,9 +218,13 @@ def _build(job: _Job) -> Manifest:
             max_position=imported.max_position,
             target=job.targets.main.kind,
             quantization=planned.quantization,
+            kv_scheme=job.kv.scheme,
+            has_kv_scales=job.kv.has_head_scales,
         )
         _refuse_unpaged(graph, stages)
         job.writer.write_stages(stages)
+        if job.kv.scales is not None:
+            imported.buffers.update(load_kv_scales(graph, job.source, job.kv.scales))
     with phases("write kernels and weights"):
         generated = generate(
             graph,
@@ -225,6 +238,8 @@ def _build(job: _Job) -> Manifest:
         release_memory()
     _tell_dequantized(generated)
     if check is not None:
+        if not generated.layouts:
+            check = _with_rounded_cache(job, imported, weights, check)
         _write_golden(job, graph, check, generated)
     fields = _fields(job, imported, generated, planned.quantization.recipe)
     if job.targets.archs:
@@ -285,6 +300,20 @@ def _tell_dequantized(generated: Generated) -> None:
         )
 
 
+def _with_rounded_cache(
+    job: _Job, imported: Imported, weights: BoundWeights, check: TraceCheck
+) -> TraceCheck:
+    """Hugging Face's answers with a KV cache of codes, if the program has one."""
+    if job.kv.scheme is None:
+        return check
+    with job.phases("compare with Hugging Face"):
+        scales = head_scales(imported.graph, imported.buffers)
+        config, source = job.source.config, weights.source
+        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, scales)
+        release_memory()
+    return replace(check, rows=tuple(rows), bound=bound)
+
+
 def _write_golden(job: _Job, graph: Graph, check: TraceCheck, generated: Generated) -> None:
     """What the program is held to: of a quantised model, its own graph."""
     if not generated.layouts:
@@ -330,6 +359,7 @@ def _fields(
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
         "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
+        "kv_scheme": None if job.kv.scheme is None else str(job.kv.scheme),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),

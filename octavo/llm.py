@@ -26,8 +26,13 @@ class LLM(ArtifactLLM):
             # Here and not above: an artifact loads without the seconds that the compiler takes.
             from octavo.artifact_cache import compiled
 
-            quant = options.quantization
-            path = compiled(model, dtype=dtype, quant=quant, revision=options.revision)
+            path = compiled(
+                model,
+                dtype=dtype,
+                quant=options.quantization,
+                kv_cache_dtype=options.kv_cache_dtype or "auto",
+                revision=options.revision,
+            )
         return super().open_artifact(path, options)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.kv_scheme import KVScheme
 from octavo.passes.layers import layer_of
 from octavo.passes.quant_recipe import AS_IS, Quantization
 
@@ -20,11 +21,15 @@ class PassContext:
     """What a pass may know besides the graph.
 
     ``max_position`` is the number of positions that the model can take: positions are below it.
-    ``quantization`` says which linears are to be quantised.
+    ``quantization`` says which linears are to be quantised. ``kv_scheme`` is how the KV cache is to
+    hold keys and values, None for as they are; ``has_kv_scales``: its scales of heads are weights,
+    where they are ones otherwise.
     """
 
     max_position: int
     quantization: Quantization = AS_IS
+    kv_scheme: KVScheme | None = None
+    has_kv_scales: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def _fuse(graph: Graph, attention: Node, report: Report) -> bool:
         "rotary_paged_attention",
         write.operand(0),
         *heads,
-        *write.inputs[3:],
-        *_with_norms(attention.inputs[2:], norm),
+        *write.inputs[3:7],
+        *_with_norms(attention.inputs[2:], norm, write.inputs[7:]),
         name=[attention.output.name, kv.name],
         origin=attention.output.origin,
         **{**write.attrs, **attention.attrs, **norm.attrs},
@@ -55,9 +55,11 @@ class _Norm:
         self.attrs = attrs
 
 
-def _with_norms(inputs: list[Value | None], norm: _Norm) -> list[Value | None]:
+def _with_norms(
+    inputs: list[Value | None], norm: _Norm, scales: list[Value | None]
+) -> list[Value | None]:
     sinks = inputs[3] if len(inputs) > 3 else None
-    operands = [*inputs[:3], sinks, *norm.weights]
+    operands = [*inputs[:3], sinks, *(norm.weights or (None, None)), *scales]
     while operands[-1] is None:
         operands.pop()
     return operands

@@ -33,7 +33,7 @@ def _fuse(graph: Graph, write: Node, report: Report) -> bool:
         turn_k.operand(0),
         write.operand(2),
         *turn_q.inputs[1:],
-        write.operand(3),
+        *write.inputs[3:],
         slot=write.attrs["slot"],
         name=[turn_q.output.name, write.output.name],
         **turn_q.attrs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.ir.graph import Graph, Node, Value
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.types import KVType, SlotShape, SymDim, TensorType
 from octavo.passes.base import Report, register_pass
 from octavo.passes.block_groups import Span, group_slots
@@ -18,6 +19,7 @@ STEP_INPUTS = {
 }
 # With several block groups these have a row for each.
 GROUPED_INPUTS = ("slot_mapping", "block_table")
+KV_SCALES = ("k_scale", "v_scale")  # buffers of the module that attends, as checkpoints name them
 
 
 @register_pass("page-attention")
@@ -27,23 +29,24 @@ def page_attention(graph: Graph, report: Report) -> int:
     Slots are numbered in the order of the calls, since some models call a layer many times and some
     attend twice in a layer. Calls with the very same K and V share a slot, and it is written once.
     Slots that see different parts of the context have block tables of their own.
+    Where the cache holds codes with scales of heads, these are weights named after the module.
     """
     calls = graph.find("attention")
     if not calls or not all([_is_pageable(node, report) for node in calls]):
         return 0
     pairs = list(dict.fromkeys((node.operand(1), node.operand(2)) for node in calls))
-    kv_type = KVType(calls[0].operand(1).dtype, tuple(_slot_shape(k, v) for k, v in pairs))
+    kv_type = _kv_type(pairs, report.context.kv_scheme)
     groups = _groups(calls, pairs, kv_type, report)
     steps = _step_inputs(graph, 1 + max(groups))
     kv = graph.add_input("kv", kv_type)
-    written: set[int] = set()
+    scales: dict[int, list[Value]] = {}
     for node in calls:
         slot = pairs.index((node.operand(1), node.operand(2)))
         step = steps[groups[slot]]
-        if slot not in written:
-            written.add(slot)
-            kv = _write(graph, node, kv, step["slot_mapping"], slot)
-        _read(graph, node, kv, step, slot)
+        if slot not in scales:
+            scales[slot] = _scales(graph, node, kv_type.slots[slot], report)
+            kv = _write(graph, node, kv, step["slot_mapping"], slot, scales[slot])
+        _read(graph, node, kv, step, slot, scales[slot])
     graph.outputs.append(kv)
     return len(calls)
 
@@ -111,23 +114,54 @@ def _is_pageable(node: Node, report: Report) -> bool:
     return True
 
 
+def _kv_type(pairs: list[tuple[Value, Value]], scheme: KVScheme | None) -> KVType:
+    slots = tuple(_slot_shape(k, v) for k, v in pairs)
+    if scheme is None:
+        return KVType(pairs[0][0].dtype, slots)
+    return KVType(scheme.codes, slots, scheme.scales)
+
+
+def _scales(graph: Graph, node: Node, slot: SlotShape, report: Report) -> list[Value]:
+    """The scales of the heads of k and v as weights; none where they are ones or the tokens'."""
+    if not report.context.has_kv_scales:
+        return []
+    module = node.output.origin.module or node.output.name
+    scales = TensorType("f32", (slot.num_kv_heads,))
+    return [
+        graph.append_weight(
+            "buffer", key=f"{module}.{name}", type=scales, name=f"{node.output.name}.{name}"
+        ).output
+        for name in KV_SCALES
+    ]
+
+
 def _slot_shape(k: Value, v: Value) -> SlotShape:
     return SlotShape(k.shape[1], k.shape[3], v.shape[3])
 
 
-def _write(graph: Graph, node: Node, kv: Value, slot_mapping: Value, slot: int) -> Value:
+def _write(
+    graph: Graph, node: Node, kv: Value, slot_mapping: Value, slot: int, scales: list[Value]
+) -> Value:
     k, v = (_tokens_first(graph, node, node.operand(index)) for index in (1, 2))
     name = f"{node.output.name}.kv"
-    write = graph.insert_before(node, "kv_write", kv, k, v, slot_mapping, slot=slot, name=name)
-    return write.output
+    operands = (kv, k, v, slot_mapping, *scales)
+    return graph.insert_before(node, "kv_write", *operands, slot=slot, name=name).output
 
 
-def _read(graph: Graph, node: Node, kv: Value, step: dict[str, Value], slot: int) -> None:
+def _read(
+    graph: Graph,
+    node: Node,
+    kv: Value,
+    step: dict[str, Value],
+    slot: int,
+    scales: list[Value],
+) -> None:
     q = _tokens_first(graph, node, node.operand(0))
     sinks = node.inputs[3] if len(node.inputs) > 3 else None
     kept = {name: node.attrs[name] for name in ("scale", "window", "chunk", "softcap")}
     tables = (step["block_table"], step["query_start"], step["seq_lens"])
-    paged = graph.insert_before(node, "paged_attention", q, kv, *tables, sinks, slot=slot, **kept)
+    operands = (q, kv, *tables, sinks, *scales)
+    paged = graph.insert_before(node, "paged_attention", *operands, slot=slot, **kept)
     name = node.output.name
     batched = graph.insert_before(node, "unsqueeze", paged.output, dim=0, name=f"{name}.batched")
     graph.replace_all(node.output, batched.output)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from octavo.ir.errors import VerifyError
 from octavo.ir.graph import Graph
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.printer import print_graph
 from octavo.ir.verify import verify
 from octavo.passes.base import (
@@ -132,15 +133,17 @@ def run_pipeline(
     on_stage: Callable[[Stage], None] | None = None,
     passes: Sequence[str] | None = None,
     quantization: Quantization = AS_IS,
+    kv_scheme: KVScheme | None = None,
+    has_kv_scales: bool = False,
 ) -> list[Stage]:
     """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
 
     ``target`` is a kind, cpu or cuda, and names the pipeline where ``passes`` does not.
-    ``quantization`` says which linears become quantised. ``on_stage`` sees each stage while the
-    graph is in that state. Raises VerifyError, naming the pass, when a pass leaves a graph that
-    breaks a rule.
+    ``quantization`` says which linears become quantised; ``kv_scheme`` and ``has_kv_scales`` are
+    those of PassContext. ``on_stage`` sees each stage while the graph is in that state. Raises
+    VerifyError, naming the pass, when a pass leaves a graph that breaks a rule.
     """
-    context = PassContext(max_position, quantization)
+    context = PassContext(max_position, quantization, kv_scheme, has_kv_scales)
     functions = [(name, find_pass(name)) for name in passes or PIPELINES[target]]
     verify(graph)
     stages = [_stage(graph, 0, "import", 0, Report(context), 0.0)]

@@ -12,14 +12,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from octavo.ir.errors import VerifyError
+from octavo.ir.kv_scheme import KVScheme
 from octavo.ir.manifest import BLOCK_GROUPS, Manifest, ManifestError
 from octavo.ir.types import DTYPES
 from octavo.runtime.artifact_files import RECOMPILE, check_files
 from octavo.runtime.errors import ArtifactError
+from octavo.runtime.kv_cache import KVCaches, KVFormat
 from octavo.runtime.program_loader import import_program
 
 # Names that a compiler may put into `required_features`; a reader that does not know one refuses.
 SUPPORTED_FEATURES: frozenset[str] = frozenset((BLOCK_GROUPS,))
+
+# What users call the codes of a KV cache, as vLLM does.
+KV_CACHE_DTYPES = {"f8e4m3": "fp8", "i8": "int8"}
 
 
 class Step(Protocol):
@@ -43,7 +49,7 @@ class ProgramClass(Protocol):
     def __call__(
         self,
         weights: Mapping[str, Tensor],
-        kv_caches: list[tuple[Tensor, Tensor]],
+        kv_caches: KVCaches,
         *,
         max_num_tokens: int,
         max_num_seqs: int,
@@ -99,7 +105,7 @@ class Artifact:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What activations and the KV cache are held in; the manifest says ``f32`` or ``float32``.
+        """What activations are held in; the manifest says ``f32`` or ``float32``.
 
         Raises ArtifactError for a name that is no dtype.
         """
@@ -108,6 +114,27 @@ class Artifact:
         if not isinstance(found, torch.dtype):
             raise ArtifactError(f"{self.root}: unknown dtype {name!r}; upgrade octavo")
         return found
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """What the KV cache holds. Raises ArtifactError for a scheme that is none."""
+        scheme = self._kv_scheme()
+        if scheme is None:
+            return KVFormat(self.dtype)
+        return KVFormat(scheme.dtype, scheme.has_token_scales)
+
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """What ``--kv-cache-dtype`` made of it, fp8 or int8; None for a cache without codes."""
+        scheme = self._kv_scheme()
+        return None if scheme is None else KV_CACHE_DTYPES[scheme.codes]
+
+    def _kv_scheme(self) -> KVScheme | None:
+        text = self.manifest.kv_scheme
+        try:
+            return None if text is None else KVScheme.parse(text)
+        except VerifyError as error:
+            raise ArtifactError(f"{self.root}: {error}; upgrade octavo") from None
 
     def file(self, name: str) -> Path | None:
         """The path of a file that the manifest lists, None for any other."""

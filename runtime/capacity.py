@@ -47,7 +47,7 @@ def plan_capacity(
     of_one = most_blocks(groups, longest + block_size, step_tokens, block_size)
     plan = plan_kv_cache(
         artifact.manifest.kv_slots,
-        artifact.dtype,
+        artifact.kv_format,
         block_size=block_size,
         wanted_tokens=config.max_num_seqs * of_one * block_size,
         available_bytes=available_bytes,

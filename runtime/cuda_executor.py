@@ -23,6 +23,7 @@ from octavo.runtime.cuda_graphs import (
 )
 from octavo.runtime.executor import PendingStep
 from octavo.runtime.host_kv_cache import HostKVCache
+from octavo.runtime.kv_cache import KVCaches
 from octavo.runtime.memory_plan import MemoryUse
 from octavo.runtime.sampler import SampleRow
 from octavo.runtime.step_inputs import (
@@ -85,7 +86,7 @@ class CudaExecutor:
         self,
         program: ProgramClass,
         weights: Mapping[str, Tensor],
-        kv_caches: list[tuple[Tensor, Tensor]],
+        kv_caches: KVCaches,
         *,
         max_num_tokens: int,
         max_num_seqs: int,

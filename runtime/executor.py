@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.runtime.artifact import ProgramClass
 from octavo.runtime.batch import Batch
 from octavo.runtime.host_kv_cache import HostKVCache
+from octavo.runtime.kv_cache import KVCaches
 from octavo.runtime.sampler import SampledToken, SampleRow, sample
 
 
@@ -54,7 +55,7 @@ class Executor:
         self,
         program: ProgramClass,
         weights: Mapping[str, Tensor],
-        kv_caches: list[tuple[Tensor, Tensor]],
+        kv_caches: KVCaches,
         *,
         max_num_tokens: int,
         max_num_seqs: int,

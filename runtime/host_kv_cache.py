@@ -17,7 +17,12 @@ from torch import Tensor
 
 from octavo.ir.manifest import KVSlot
 from octavo.runtime.errors import CapacityError, InvalidRequest
-from octavo.runtime.kv_cache import GIB, KVCachePlan, available_memory_bytes
+from octavo.runtime.kv_cache import (
+    GIB,
+    KVCachePlan,
+    KVFormat,
+    available_memory_bytes,
+)
 from octavo.runtime.llm_options import LLMOptions
 from octavo.runtime.pinned import PinnedPages
 
@@ -53,10 +58,11 @@ def plan_host_slots(options: LLMOptions, plan: KVCachePlan) -> int:
     return wanted // plan.block_bytes
 
 
-def staging_bytes(slots: Sequence[KVSlot], dtype: torch.dtype, block_size: int) -> int:
+def staging_bytes(slots: Sequence[KVSlot], kv_format: KVFormat, block_size: int) -> int:
     """What HostKVCache takes of the device's memory."""
+    # Scales are narrower: one takes the bytes of four codes, and heads have more.
     widest = max((s.num_kv_heads * max(s.head_dim, s.v_head_dim) for s in slots), default=0)
-    return _MOST_BLOCKS * widest * block_size * dtype.itemsize
+    return _MOST_BLOCKS * widest * block_size * kv_format.dtype.itemsize
 
 
 class HostKVCache:
@@ -66,12 +72,12 @@ class HostKVCache:
     """
 
     def __init__(
-        self, kv_caches: Sequence[tuple[Tensor, Tensor]], num_slots: int, device: torch.device
+        self, kv_caches: Sequence[tuple[Tensor, ...]], num_slots: int, device: torch.device
     ) -> None:
         """Raises CapacityError when the system does not give so much memory."""
         self._device = device
         # Caches of different block groups may be the same memory.
-        distinct = {cache.data_ptr(): cache for pair in kv_caches for cache in pair}
+        distinct = {cache.data_ptr(): cache for slot in kv_caches for cache in slot}
         self._blocks = [_as_words(cache) for cache in distinct.values()]
         # Each part begins at a multiple of the widest word.
         sizes = [-(-num_slots * blocks[0].nbytes // 8) * 8 for blocks in self._blocks]

@@ -38,6 +38,7 @@ class LLMOptions:
 
     dtype: str | None = None  # a name of the IR: f32, bf16, f16
     quantization: str | None = None
+    kv_cache_dtype: str | None = None  # fp8 or int8
     revision: str | None = None
 
     artifact_id: str | None = None
@@ -72,6 +73,15 @@ def _dtype(name: str, value: Any) -> str | None:
     if text not in _DTYPE_NAMES:
         raise InvalidRequest(f"{name} must be auto, float32, bfloat16 or float16, got {value!r}")
     return _DTYPE_NAMES[text]
+
+
+_KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "int8": "int8"}
+
+
+def _kv_cache_dtype(name: str, value: Any) -> str | None:
+    if not isinstance(value, str) or value not in _KV_CACHE_DTYPES:
+        raise InvalidRequest(f"{name} must be auto, fp8 or int8, got {value!r}")
+    return _KV_CACHE_DTYPES[value]
 
 
 def _text(name: str, value: Any) -> str:
@@ -118,6 +128,7 @@ _positive_int32 = partial(integer, low=1, high=2**31 - 1)  # what the kernels co
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dtype": _dtype,
     "quantization": _text,
+    "kv_cache_dtype": _kv_cache_dtype,
     "revision": _text,
     "artifact_id": _text,
     "verify": boolean,
@@ -155,7 +166,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "cpu_offload_gb": (0,),
-    "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
     "enable_lora": (False,),
     "speculative_config": (),

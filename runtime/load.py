@@ -111,7 +111,7 @@ def _load_executor(
         )
     with timings.phase("KV cache"):
         caches = allocate_kv_caches(
-            artifact.manifest.kv_slots, capacity.kv_cache, artifact.dtype, device
+            artifact.manifest.kv_slots, capacity.kv_cache, artifact.kv_format, device
         )
         num_slots = capacity.num_host_slots
         host_kv_cache = HostKVCache(caches, num_slots, device) if num_slots else None
@@ -145,6 +145,7 @@ def _buffers_of(config: SchedulerConfig) -> Iterator[None]:
 
 def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
     """Refuse a dtype or quantisation that the artifact was not compiled for."""
+    _check_kv_cache(artifact, options)
     dtype = None if options.dtype is None else _dtype_name(DTYPES[options.dtype])
     actual = _dtype_name(artifact.dtype)
     if dtype is not None and dtype != actual:
@@ -158,6 +159,16 @@ def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
             f"{artifact.root} was compiled with quantization {quantization}, not "
             f"{options.quantization}; leave quantization out or compile the model again with"
             f" --quant {options.quantization}"
+        )
+
+
+def _check_kv_cache(artifact: Artifact, options: LLMOptions) -> None:
+    wanted, actual = options.kv_cache_dtype, artifact.kv_cache_dtype
+    if wanted is not None and wanted != actual:
+        held = "of the model's dtype" if actual is None else actual
+        raise InvalidRequest(
+            f"{artifact.root} was compiled with a KV cache that is {held}, not {wanted}; leave "
+            f"kv_cache_dtype out or compile the model again with --kv-cache-dtype {wanted}"
         )
 
 

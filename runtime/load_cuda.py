@@ -17,7 +17,7 @@ from octavo.runtime.cuda_executor import CudaExecutor
 from octavo.runtime.cuda_graphs import BYTES_PER_GRAPH, GraphSizes
 from octavo.runtime.device_sampler import make_sampler
 from octavo.runtime.device_weights import StoredWeight, load_weights, packed_bytes, stored_weights
-from octavo.runtime.errors import InvalidRequest
+from octavo.runtime.errors import ArtifactError, InvalidRequest
 from octavo.runtime.host_kv_cache import HostKVCache, staging_bytes
 from octavo.runtime.kv_cache import allocate_kv_caches
 from octavo.runtime.llm_options import LLMOptions
@@ -48,6 +48,7 @@ def load_executor(
     Raises InvalidRequest, ArtifactError, or CapacityError with the plan.
     """
     _check_block_size(options.block_size)
+    _check_converts(artifact, device)
     with timings.phase("kernels"):
         module = import_program(artifact.root, artifact.manifest)
         is_pinned = options.artifact_id is not None
@@ -82,6 +83,17 @@ def _check_block_size(block_size: int) -> None:
         raise InvalidRequest(f"block_size={block_size}: on a GPU it must be a power of two; try 16")
 
 
+def _check_converts(artifact: Artifact, device: torch.device) -> None:
+    if artifact.kv_cache_dtype != "fp8":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise ArtifactError(
+            f"{artifact.root} has an FP8 KV cache, which needs a GPU of sm_89 or later; this one "
+            f"is sm_{major}{minor}; compile the model again with --kv-cache-dtype int8"
+        )
+
+
 def _plan(
     artifact: Artifact,
     program: ProgramClass,
@@ -109,7 +121,7 @@ def _plan(
             table_width(wanted_len(manifest, options), options.block_size),
             num_groups(manifest.kv_slots),
         ),
-        staging=staging_bytes(manifest.kv_slots, artifact.dtype, options.block_size)
+        staging=staging_bytes(manifest.kv_slots, artifact.kv_format, options.block_size)
         if options.kv_offload_gb
         else 0,
         graphs=num_graphs * BYTES_PER_GRAPH,
@@ -135,7 +147,7 @@ def _bind(
 ) -> CudaExecutor:
     kv_cache = capacity.kv_cache
     max_num_tokens, max_num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    caches = allocate_kv_caches(artifact.manifest.kv_slots, kv_cache, artifact.dtype, device)
+    caches = allocate_kv_caches(artifact.manifest.kv_slots, kv_cache, artifact.kv_format, device)
     num_slots = capacity.num_host_slots
     inputs = StepInputs(
         max_num_tokens=max_num_tokens,

@@ -20,7 +20,7 @@ from octavo.ir.manifest import num_groups
 from octavo.runtime.artifact import Artifact, Step
 from octavo.runtime.device_weights import load_weights, stored_weights
 from octavo.runtime.kernel import Bucket, Choices
-from octavo.runtime.kv_cache import allocate_kv_caches, block_bytes, plan_kv_cache
+from octavo.runtime.kv_cache import KVCaches, allocate_kv_caches, block_bytes, plan_kv_cache
 from octavo.runtime.program_loader import import_program
 
 _CACHE_SHARE = 0.7  # of the memory that is free beside the weights
@@ -147,25 +147,23 @@ class StepProgram:
                 max_num_seqs=max(size.num_seqs for size in sizes),
             )
 
-    def _allocate_caches(
-        self, artifact: Artifact, sizes: list[StepSize]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _allocate_caches(self, artifact: Artifact, sizes: list[StepSize]) -> KVCaches:
         slots = artifact.manifest.kv_slots
         longest = {size: int(size.contexts().max()) for size in sizes}
         self.num_groups = num_groups(slots)
         wanted = max(s.num_seqs * (longest[s] + self.block_size) for s in sizes)
         wanted *= self.num_groups
-        available = wanted * block_bytes(slots, artifact.dtype, self.block_size)
+        available = wanted * block_bytes(slots, artifact.kv_format, self.block_size)
         if self.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(self.device)[0] * _CACHE_SHARE)
         plan = plan_kv_cache(
             slots,
-            artifact.dtype,
+            artifact.kv_format,
             block_size=self.block_size,
             wanted_tokens=wanted,
             available_bytes=available,
         )
-        return allocate_kv_caches(slots, plan, artifact.dtype, self.device)
+        return allocate_kv_caches(slots, plan, artifact.kv_format, self.device)
 
     def run(self, size: StepSize) -> Tensor:
         """Run a step of this size; the logits."""
@@ -187,7 +185,7 @@ class StepProgram:
 
     def cache_of(self, tensor: Tensor) -> Tensor | None:
         """The part of the KV cache that a tensor is, in whatever view; None for any other."""
-        caches = (cache for pair in self.caches for cache in pair)
+        caches = (cache for slot in self.caches for cache in slot)
         return next((cache for cache in caches if cache.data_ptr() == tensor.data_ptr()), None)
 
     def _inputs(self, size: StepSize) -> tuple[Tensor, ...]:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from octavo.ir.manifest import Manifest, num_groups
-from octavo.ir.types import DTYPES
+from octavo.runtime.artifact import Artifact
 from octavo.runtime.device_weights import shard_header
 from octavo.runtime.kernel import Launch, recording
+from octavo.runtime.kv_cache import KVCachePlan, KVCaches, allocate_kv_caches, block_bytes
 from octavo.runtime.plans import bind_plan
 from octavo.runtime.program_loader import import_program
 
@@ -48,7 +49,7 @@ def record_module(
     found: dict[Any, Launch] = {}
     program = module.Program(
         meta_weights(directory),
-        _meta_caches(manifest, block_size),
+        _meta_caches(directory, manifest, block_size),
         max_num_tokens=MAX_TOKENS,
         max_num_seqs=MAX_DECODE,
     )
@@ -103,17 +104,10 @@ def meta_weights(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _meta_caches(manifest: Manifest, block_size: int) -> list[tuple[Tensor, Tensor]]:
-    dtype = DTYPES.get(manifest.dtype, getattr(torch, manifest.dtype, None))
-
-    def cache(num_heads: int, head_dim: int) -> Tensor:
-        shape = (_NUM_BLOCKS, block_size, num_heads, head_dim)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    return [
-        (cache(slot.num_kv_heads, slot.head_dim), cache(slot.num_kv_heads, slot.v_head_dim))
-        for slot in manifest.kv_slots
-    ]
+def _meta_caches(directory: Path, manifest: Manifest, block_size: int) -> KVCaches:
+    slots, kv_format = manifest.kv_slots, Artifact(directory, manifest).kv_format
+    plan = KVCachePlan(_NUM_BLOCKS, block_size, block_bytes(slots, kv_format, block_size))
+    return allocate_kv_caches(slots, plan, kv_format, torch.device("meta"))
 
 
 def _inputs(num_tokens: int, num_seqs: int, num_blocks: int, num_groups: int) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ def plain_executor(
     plan = KVCachePlan(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        block_bytes=block_bytes(slots, artifact.dtype, BLOCK_SIZE),
+        block_bytes=block_bytes(slots, artifact.kv_format, BLOCK_SIZE),
     )
     if device.type == "cuda":
         # Here and not above: a machine without a GPU needs no Triton.
@@ -40,7 +40,7 @@ def plain_executor(
     return Executor(
         artifact.load_program(),
         artifact.load_weights(device),
-        allocate_kv_caches(slots, plan, artifact.dtype, device),
+        allocate_kv_caches(slots, plan, artifact.kv_format, device),
         max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
         device=device,

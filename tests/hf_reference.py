@@ -12,9 +12,10 @@ A token is judged on the prefix that the port has written, so that one tie does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class HFReference:
     """The Hugging Face model of a directory, in a dtype and in float64.
 
     ``noise`` is measured on ``prompts``, each followed by ``num_new_tokens`` greedy tokens.
+    ``new_cache`` makes the KV cache of a text, where one has a part in what the model says.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class HFReference:
         dtype: torch.dtype,
         prompts: Sequence[Sequence[int]],
         num_new_tokens: int,
+        new_cache: Callable[[], Any] | None = None,
     ) -> None:
+        self._new_cache = new_cache
         self._narrow = _load(directory, dtype)
         self._exact = _load(directory, torch.float64)
         self._rows: dict[tuple[int, ...], Tensor] = {}
@@ -46,7 +50,7 @@ class HFReference:
     def noise(self) -> float:
         """The largest error of a log-probability that the dtype costs Hugging Face itself."""
         texts = [p + a for p, a in zip(self.prompts, self.answers, strict=True)]
-        narrow = [_logprobs(self._narrow, text) for text in texts]
+        narrow = [logprobs_of(self._narrow, text, self._new_cache) for text in texts]
         return max(
             float((got - self.logprobs(text)).abs().max())
             for got, text in zip(narrow, texts, strict=True)
@@ -61,7 +65,7 @@ class HFReference:
         """``f64[len(ids), vocab]``: what follows each token, kept for the next who asks."""
         key = tuple(ids)
         if key not in self._rows:
-            self._rows[key] = _logprobs(self._exact, ids)
+            self._rows[key] = logprobs_of(self._exact, ids, self._new_cache)
         return self._rows[key]
 
     def decisive(self) -> float:
@@ -116,6 +120,11 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def _logprobs(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+def logprobs_of(
+    model: PreTrainedModel, ids: Sequence[int], new_cache: Callable[[], Any] | None
+) -> Tensor:
+    """``f64[len(ids), vocab]``: what follows each token."""
+    cache = {} if new_cache is None else {"cache": new_cache()}
+    given = {"input_ids": torch.tensor([list(ids)]), "use_cache": bool(cache), **cache}
+    logits = model(**given).logits[0]
     return logits.double().log_softmax(-1)

@@ -28,7 +28,7 @@ def install() -> None:
         builder.create_dot = _with_widened_operands(builder.create_dot)
         builder.binary_op = _rounding_results(builder.binary_op)
         builder.cast_impl = _casting(builder.cast_impl)
-        builder.create_fp_to_fp = _with_carry(builder.create_fp_to_fp)
+        builder.create_fp_to_fp = _to_e4m3(builder.create_fp_to_fp)
         interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
         libdevice.fast_logf = lambda x: tl.log(x)  # it runs no external functions
 
@@ -70,14 +70,14 @@ def _casting(cast_impl: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-def _with_carry(create_fp_to_fp: Callable[..., Any]) -> Callable[..., Any]:
+def _to_e4m3(create_fp_to_fp: Callable[..., Any]) -> Callable[..., Any]:
     def patched(self: Any, source: Any, goal: Any, *rest: Any) -> Any:
-        if source.dtype.scalar != tl.float32 or goal.scalar != tl.float8e4nv:
+        if goal.scalar != tl.float8e4nv:
             return create_fp_to_fp(self, source, goal, *rest)
-        values = torch.from_numpy(np.ascontiguousarray(source.data))
-        # A GPU saturates.
-        rounded = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-        return Handle(rounded.view(torch.uint8).numpy(), goal.scalar)
+        values = torch.from_numpy(np.array(_widened(source).data, np.float32))
+        # A GPU saturates, and rounds ties to even.
+        codes = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return Handle(codes.view(torch.uint8).numpy(), goal.scalar)
 
     return patched
 

@@ -133,6 +133,8 @@ def rotary_paged_attention(
     sinks: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     slot: int,
     scale: float,
@@ -146,13 +148,14 @@ def rotary_paged_attention(
     """Norm of the heads of q and k if ``norm_eps`` is set, rotation, KV write, paged attention.
 
     q ``[T, H, D]``, k ``[T, Hk, D]``, v ``[T, Hk, Dv]``; ``q_norm`` and ``k_norm`` ``[D]``, applied
-    as ``norm_offset + weight``. Returns ``[T, H, Dv]`` and the state.
+    as ``norm_offset + weight``; ``k_scale`` and ``v_scale`` are those of ``kv_write``. Returns
+    ``[T, H, Dv]`` and the state.
     """
     if norm_eps is not None:
         q = rms_norm.evaluate(q, q_norm, eps=norm_eps, weight_offset=norm_offset)
         k = rms_norm.evaluate(k, k_norm, eps=norm_eps, weight_offset=norm_offset)
     q, kv = rotary_kv_write.evaluate(
-        kv, q, k, v, cos, sin, slot_mapping, slot=slot, interleaved=interleaved
+        kv, q, k, v, cos, sin, slot_mapping, k_scale, v_scale, slot=slot, interleaved=interleaved
     )
     out = paged_attention.evaluate(
         q,
@@ -161,6 +164,8 @@ def rotary_paged_attention(
         query_start,
         seq_lens,
         sinks,
+        k_scale,
+        v_scale,
         slot=slot,
         scale=scale,
         window=window,
@@ -174,22 +179,34 @@ def rotary_paged_attention(
 def _(
     kv: KVType,
     q: TensorType,
-    *others: TensorType | None,
+    k: TensorType,
+    v: TensorType,
+    cos: TensorType,
+    sin: TensorType,
+    slot_mapping: TensorType,
+    block_table: TensorType,
+    query_start: TensorType,
+    seq_lens: TensorType,
+    sinks: TensorType | None = None,
+    q_norm: TensorType | None = None,
+    k_norm: TensorType | None = None,
+    k_scale: TensorType | None = None,
+    v_scale: TensorType | None = None,
+    *,
     slot: int,
     interleaved: bool = False,
     norm_eps: float | None = None,
     **attrs: object,
 ) -> tuple[TensorType, KVType]:
-    """By the rules of the two ops that it is made of, whose operands follow each other."""
-    num_new = len(rotary_kv_write.operands[2:])
-    num_read = len(paged_attention.operands[2:])
-    new, read = others[:num_new], others[num_new : num_new + num_read]
-    for weight in others[num_new + num_read :]:
+    """By the rules of the two ops that it is made of."""
+    for weight in (q_norm, k_norm):
         if weight is not None and (norm_eps is None or weight.shape != q.shape[2:]):
             raise VerifyError(f"rotary_paged_attention: the norm weight {weight} does not fit {q}")
     assert rotary_kv_write.infer_rule is not None, "declared with a rule"
     assert paged_attention.infer_rule is not None, "declared with a rule"
-    rotary_kv_write.infer_rule(kv, q, *new, slot=slot, interleaved=interleaved)
-    out = paged_attention.infer_rule(q, kv, *read, slot=slot)
+    new, scales = (k, v, cos, sin, slot_mapping), (k_scale, v_scale)
+    rotary_kv_write.infer_rule(kv, q, *new, *scales, slot=slot, interleaved=interleaved)
+    read = (block_table, query_start, seq_lens, sinks)
+    out = paged_attention.infer_rule(q, kv, *read, *scales, slot=slot)
     assert isinstance(out, TensorType), "attention gives one tensor"
     return out, kv

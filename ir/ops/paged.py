@@ -6,62 +6,168 @@ the step (docs/architecture.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.ir.errors import VerifyError
+from octavo.ir.kv_scheme import KVScheme, quantize_heads
 from octavo.ir.ops.attention import allowed_pairs, attend, check_heads, first_seen
 from octavo.ir.ops.registry import op
 from octavo.ir.ops.rotary import check_rotary, rotary
 from octavo.ir.types import KVType, TensorType
 
+# A scheme, and the scales of the heads where these are not ones.
+_Quantized = tuple[KVScheme, Tensor | None]
+
 
 @dataclass(frozen=True)
 class KVState:
-    """A key and a value cache ``[num_blocks, block_size, heads, dim]`` for each slot."""
+    """A key and a value cache ``[num_blocks, block_size, heads, dim]`` for each slot.
+
+    Where codes have scales a token, these are ``f32[num_blocks, heads, block_size]``, else none.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    key_scales: tuple[Tensor, ...] = ()
+    value_scales: tuple[Tensor, ...] = ()
 
     @classmethod
     def empty(cls, kv: KVType, num_blocks: int, block_size: int) -> KVState:
-        """Caches full of NaN: whoever reads what was never written will know."""
+        """Caches full of NaN: whoever reads what was never written will know.
+
+        Integers cannot say that, their scales can; with scales a head they are zeros.
+        """
         from octavo.ir.types import DTYPES
 
-        def make(heads: int, dim: int) -> Tensor:
-            shape = (num_blocks, block_size, heads, dim)
-            return torch.full(shape, torch.nan, dtype=DTYPES[kv.dtype])
+        dtype = DTYPES[kv.dtype]
+        nothing = torch.full((), torch.nan if dtype.is_floating_point else 0).to(dtype)
 
+        def make(heads: int, dim: int) -> Tensor:
+            return nothing.repeat(num_blocks, block_size, heads, dim)
+
+        scales = tuple(
+            torch.full((num_blocks, slot.num_kv_heads, block_size), torch.nan)
+            for slot in kv.slots
+            if kv.scales == "token"
+        )
         return cls(
             tuple(make(slot.num_kv_heads, slot.head_dim) for slot in kv.slots),
             tuple(make(slot.num_kv_heads, slot.v_head_dim) for slot in kv.slots),
+            scales,
+            tuple(scale.clone() for scale in scales),
         )
+
+    @property
+    def scheme(self) -> KVScheme | None:
+        """How codes stand for keys and values, told from the tensors."""
+        codes = {torch.float8_e4m3fn: "f8e4m3", torch.int8: "i8"}
+        found = codes.get(self.keys[0].dtype) if self.keys else None
+        return None if found is None else KVScheme(found, "token" if self.key_scales else "head")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that a block is made of; the first dim of each is that of blocks."""
+        yield from (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+
+
+def _write(
+    cache: Tensor, scales: Tensor | None, x: Tensor, slots: Tensor, quantized: _Quantized | None
+) -> None:
+    """Store x ``[T, Hk, D]`` at rows of one cache."""
+    rows = cache.flatten(0, 1)
+    if quantized is None:
+        rows[slots] = x
+        return
+    codes, of_tokens = quantize_heads(x, *quantized)
+    rows.view(torch.uint8)[slots] = codes.view(torch.uint8)
+    if scales is not None:
+        size = cache.shape[1]
+        scales[slots // size, :, slots % size] = of_tokens
+
+
+def _read(
+    cache: Tensor, scales: Tensor | None, blocks: Tensor, seen: slice, head_scale: Tensor | None
+) -> Tensor:
+    """The tokens ``seen`` of these blocks ``[Hk, tokens, D]``; f32 where codes are held."""
+    codes = cache[blocks].flatten(0, 1)[seen].transpose(0, 1)
+    if cache.dtype not in (torch.int8, torch.float8_e4m3fn):
+        return codes
+    if scales is not None:
+        return codes.float() * scales[blocks].transpose(0, 1).flatten(1)[:, seen, None]
+    return codes.float() if head_scale is None else codes.float() * head_scale.view(-1, 1, 1)
 
 
 @op
-def kv_write(kv: KVState, k: Tensor, v: Tensor, slot_mapping: Tensor, *, slot: int) -> KVState:
-    """Store k ``[T, Hk, D]`` and v ``[T, Hk, Dv]`` at ``slot_mapping`` of one slot's caches."""
-    kv.keys[slot].flatten(0, 1)[slot_mapping] = k
-    kv.values[slot].flatten(0, 1)[slot_mapping] = v
+def kv_write(
+    kv: KVState,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    slot: int,
+) -> KVState:
+    """Store k ``[T, Hk, D]`` and v ``[T, Hk, Dv]`` at ``slot_mapping`` of one slot's caches.
+
+    Caches of codes take them quantised, by ``k_scale`` and ``v_scale`` ``f32[Hk]`` if scales are of
+    heads; None stands for ones.
+    """
+    sides = (kv.keys, kv.key_scales, k, k_scale), (kv.values, kv.value_scales, v, v_scale)
+    for caches, scales, x, head_scale in sides:
+        quantized = None if kv.scheme is None else (kv.scheme, head_scale)
+        _write(caches[slot], scales[slot] if scales else None, x, slot_mapping, quantized)
     return kv
 
 
-def _check_slot(name: str, kv: KVType, slot: int, k: TensorType, v: TensorType) -> None:
+def _check_slot(
+    name: str,
+    kv: KVType,
+    slot: int,
+    k: TensorType,
+    v: TensorType,
+    *scales: TensorType | None,
+) -> None:
     if not 0 <= slot < len(kv.slots):
         raise VerifyError(f"{name}: slot {slot} is not one of the {len(kv.slots)} of {kv}")
     shape = kv.slots[slot]
     expected = ((shape.num_kv_heads, shape.head_dim), (shape.num_kv_heads, shape.v_head_dim))
     if (k.shape[1:], v.shape[1:]) != expected:
         raise VerifyError(f"{name}: k {k} and v {v} do not fit slot {slot}, {shape}")
-    if k.dtype != kv.dtype or v.dtype != kv.dtype:
-        raise VerifyError(f"{name}: k {k} and v {v} are not of the cache's dtype {kv.dtype}")
+    wanted = k.dtype if kv.scheme is not None else kv.dtype
+    if k.dtype != wanted or v.dtype != wanted:
+        raise VerifyError(f"{name}: k {k} and v {v} are not of the cache's dtype {wanted}")
+    _check_scales(name, kv, slot, *scales)
+
+
+def _check_scales(name: str, kv: KVType, slot: int, *scales: TensorType | None) -> None:
+    if len({scale is None for scale in scales}) > 1:
+        raise VerifyError(f"{name}: expected scales of both k and v, or of neither")
+    expected = TensorType("f32", (kv.slots[slot].num_kv_heads,))
+    for scale in scales:
+        if scale is None:
+            continue
+        if kv.scales != "head":
+            raise VerifyError(f"{name}: {kv} has no scales of heads, such as the {scale} given")
+        if scale != expected:
+            raise VerifyError(f"{name}: expected a scale for each KV head, {expected}, got {scale}")
 
 
 @kv_write.infer
-def _(kv: KVType, k: TensorType, v: TensorType, slot_mapping: TensorType, *, slot: int) -> KVType:
-    _check_slot("kv_write", kv, slot, k, v)
+def _(
+    kv: KVType,
+    k: TensorType,
+    v: TensorType,
+    slot_mapping: TensorType,
+    k_scale: TensorType | None = None,
+    v_scale: TensorType | None = None,
+    *,
+    slot: int,
+) -> KVType:
+    _check_slot("kv_write", kv, slot, k, v, k_scale, v_scale)
     return kv
 
 
@@ -74,13 +180,15 @@ def rotary_kv_write(
     cos: Tensor,
     sin: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     slot: int,
     interleaved: bool = False,
 ) -> tuple[Tensor, KVState]:
     """Rotate q and k, store k and v; returns the rotated q and the state."""
     q, k = (rotary.evaluate(x, cos, sin, interleaved=interleaved) for x in (q, k))
-    return q, kv_write.evaluate(kv, k, v, slot_mapping, slot=slot)
+    return q, kv_write.evaluate(kv, k, v, slot_mapping, k_scale, v_scale, slot=slot)
 
 
 @rotary_kv_write.infer
@@ -92,13 +200,15 @@ def _(
     cos: TensorType,
     sin: TensorType,
     slot_mapping: TensorType,
+    k_scale: TensorType | None = None,
+    v_scale: TensorType | None = None,
     *,
     slot: int,
     interleaved: bool = False,
 ) -> tuple[TensorType, KVType]:
     for x in (q, k):
         check_rotary("rotary_kv_write", x, cos, sin)
-    _check_slot("rotary_kv_write", kv, slot, k, v)
+    _check_slot("rotary_kv_write", kv, slot, k, v, k_scale, v_scale)
     return q, kv
 
 
@@ -110,6 +220,8 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     slot: int,
     scale: float,
@@ -120,9 +232,11 @@ def paged_attention(
     """Causal attention of each sequence's new tokens with its cached context (Kwon et al. 2023).
 
     q ``[T, H, D]``; returns ``[T, H, Dv]``. The last of a sequence's tokens sits at position
-    ``seq_lens[s] - 1``. ``window`` counts the query itself.
+    ``seq_lens[s] - 1``. ``window`` counts the query itself. Everything is read from the cache, new
+    tokens too: codes stand for what they were rounded to, whichever step wrote them.
     """
     keys, values = kv.keys[slot], kv.values[slot]
+    key_scales, value_scales = (x[slot] if x else None for x in (kv.key_scales, kv.value_scales))
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
     for s, length in enumerate(seq_lens.tolist()):
         first, last = query_start[s : s + 2].tolist()
@@ -133,10 +247,9 @@ def paged_attention(
         oldest = first_seen(start, window, chunk)
         begin = oldest // keys.shape[1] * keys.shape[1]
         blocks = block_table[s, begin // keys.shape[1] : -(-length // keys.shape[1])].long()
-        k, v = (
-            x[blocks].flatten(0, 1)[oldest - begin : length - begin].transpose(0, 1)
-            for x in (keys, values)
-        )
+        seen = slice(oldest - begin, length - begin)
+        k = _read(keys, key_scales, blocks, seen, k_scale)
+        v = _read(values, value_scales, blocks, seen, v_scale)
         ticks = torch.arange(oldest, length, device=q.device)
         allowed = allowed_pairs(ticks[start - oldest :], ticks, True, window, chunk)
         out[first:last] = attend(
@@ -153,6 +266,8 @@ def _(
     query_start: TensorType,
     seq_lens: TensorType,
     sinks: TensorType | None = None,
+    k_scale: TensorType | None = None,
+    v_scale: TensorType | None = None,
     *,
     slot: int,
     **attrs: object,
@@ -163,4 +278,5 @@ def _(
     if q.rank != 3 or q.shape[2] != shape.head_dim:
         raise VerifyError(f"paged_attention: q {q} does not fit slot {slot}, {shape}")
     check_heads("paged_attention", q.shape[1], shape.num_kv_heads, shape.num_kv_heads)
+    _check_scales("paged_attention", kv, slot, k_scale, v_scale)
     return q.with_shape(q.shape[0], q.shape[1], shape.v_head_dim)

@@ -13,6 +13,7 @@ from octavo.runtime.artifact import Artifact, read_json_object
 from octavo.runtime.artifact_files import RECOMPILE
 from octavo.runtime.device_weights import StoredWeight, stored_weights
 from octavo.runtime.errors import ArtifactError
+from octavo.runtime.kv_cache import KVFormat
 
 # Ops that read only those rows of a weight that a token asks for.
 _ROW_OPS = ("embedding", "embedding_sumsq", "gather_rows")
@@ -29,7 +30,7 @@ class Traffic:
     matmul_elements: int
     head_elements: int
     kv_slots: tuple[KVSlot, ...]
-    kv_itemsize: int
+    kv_format: KVFormat
 
     @classmethod
     def of(cls, artifact: Artifact) -> Traffic:
@@ -44,16 +45,13 @@ class Traffic:
             matmul_elements=_elements(w for w in matrices if w.shape[0] != vocab_size),
             head_elements=_elements(w for w in matrices if w.shape[0] == vocab_size),
             kv_slots=artifact.manifest.kv_slots,
-            kv_itemsize=artifact.dtype.itemsize,
+            kv_format=artifact.kv_format,
         )
 
     def kv_bytes(self, context: float) -> float:
         """Bytes of K and V that one sequence's next token attends to, over all layers."""
         return sum(
-            min(context, slot.window or math.inf)
-            * slot.num_kv_heads
-            * (slot.head_dim + slot.v_head_dim)
-            * self.kv_itemsize
+            min(context, slot.window or math.inf) * self.kv_format.token_bytes(slot)
             for slot in self.kv_slots
         )
 

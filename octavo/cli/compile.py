@@ -93,6 +93,25 @@ def compile_command(
             help="Without: store shapes only, for benchmarks with --load-format dummy.",
         ),
     ] = True,
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        typer.Option(help="What the KV cache holds: auto is the model's dtype, the others codes."),
+    ] = "auto",
+    kv_scale_per: Annotated[
+        Literal["head", "token"] | None,
+        typer.Option(
+            help="What has a scale of its own in a KV cache of codes: each KV head (as fp8 has), "
+            "or each token and head (as int8 has)."
+        ),
+    ] = None,
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|checkpoint",
+            help="Where the scales of heads are: a safetensors file, or the model's own; without, "
+            "they are 1.",
+        ),
+    ] = None,
     tune: Annotated[
         bool,
         typer.Option("--tune/--no-tune", help="Measure kernels where this machine has the GPU."),
@@ -140,6 +159,9 @@ def compile_command(
             tune_seconds=TUNE_SECONDS if tune else 0.0,
             revision=revision,
             force=force,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scale_per=kv_scale_per,
+            kv_scales=kv_scales,
         )
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)

@@ -107,6 +107,7 @@ def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
         "vocabulary": f"{manifest.vocab_size} tokens",
         "longest context": f"{manifest.max_position} tokens",
         "KV cache": _describe_slots(manifest.kv_slots),
+        "KV scheme": manifest.kv_scheme or "",
         "made with": ", ".join(f"{name} {v}" for name, v in sorted(manifest.producer.items())),
     }
     width = max(map(len, rows)) + 2

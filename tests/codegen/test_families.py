@@ -90,29 +90,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_kernel_compiles_fits_and_does_not_spill(name: str, tmp_path: Path) -> None:
-    _check(name, "sm_90,sm_80", tmp_path, quant=None)
+# Families, and some with quantised weights or a KV cache of codes; sm_80 cannot convert FP8 ones.
+BOTH = "sm_90,sm_80"
+CASES: dict[str, tuple[str, str, str | None, str]] = {
+    **{name: (name, BOTH, None, "auto") for name in FAMILIES},
+    "llama-3.1-8b, int4, int8 KV": ("llama-3.1-8b", BOTH, "int4", "int8"),
+    "llama-3.1-8b, fp8, fp8 KV": ("llama-3.1-8b", "sm_90", "fp8", "fp8"),
+    "qwen2.5-0.5b, int4-g32": ("qwen2.5-0.5b", "sm_90", "int4-g32", "auto"),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "quant", "archs"),
-    [
-        ("llama-3.1-8b", "int4", "sm_90,sm_80"),
-        ("llama-3.1-8b", "fp8", "sm_90"),
-        ("qwen2.5-0.5b", "int4-g32", "sm_90"),
-    ],
+    ("name", "archs", "quant", "kv_cache_dtype"), CASES.values(), ids=list(CASES)
 )
-def test_kernels_of_quantised_weights(name: str, quant: str, archs: str, tmp_path: Path) -> None:
-    _check(name, archs, tmp_path, quant=quant)
-
-
-def _check(name: str, archs: str, folder: Path, *, quant: str | None) -> None:
-    config = folder / "config.json"
+def test_every_kernel_compiles_fits_and_does_not_spill(
+    name: str, archs: str, quant: str | None, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
     config.write_text(json.dumps(FAMILIES[name] | {"dtype": "bfloat16"}))
-    output = folder / "out"
-    target = f"cuda:{archs}"
-    compile_model(config, output, target=target, with_weights=False, quant=quant, progress=False)
+    output = tmp_path / "out"
+    compile_model(
+        config,
+        output,
+        target=f"cuda:{archs}",
+        with_weights=False,
+        quant=quant,
+        kv_cache_dtype=kv_cache_dtype,
+        progress=False,
+    )
     wanted = {exact: room for exact, room in SHARED_BYTES.items() if exact[:5] in archs}
     infos = [json.loads(path.read_text()) for path in output.rglob("kernels/bin/*/*.json")]
     assert {info["arch"] for info in infos} == set(wanted)

@@ -17,7 +17,7 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.cuda_executor import CudaExecutor
 from octavo.runtime.errors import CapacityError, InvalidRequest
 from octavo.runtime.host_kv_cache import HostKVCache
-from octavo.runtime.kv_cache import block_bytes
+from octavo.runtime.kv_cache import KVFormat, block_bytes
 from octavo.runtime.llm import LLM
 from octavo.runtime.sampling_params import SamplingParams
 from tests.gpu.conftest import Compiled
@@ -216,7 +216,7 @@ def test_the_memory_plan_holds(artifact: Path, caplog: pytest.LogCaptureFixture)
     torch.cuda.empty_cache()
     caplog.set_level("INFO")
     manifest = Artifact.open(artifact).manifest
-    each = block_bytes(manifest.kv_slots, torch.bfloat16, 16)
+    each = block_bytes(manifest.kv_slots, KVFormat(torch.bfloat16), 16)
     half = torch.cuda.mem_get_info()[0] // 2
     llm = load(artifact, num_gpu_blocks_override=half // each, max_num_seqs=256)
     assert "KV cache" in caplog.text

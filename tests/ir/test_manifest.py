@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import replace
@@ -46,6 +47,7 @@ def with_file(path: str, entry: FileEntry) -> Manifest:
         {"target": "cuda:sm_90"},
         {"dtype": "bfloat16"},
         {"quantization": "int4"},
+        {"kv_scheme": "i8 token"},
         {"vocab_size": 98},
         {"max_position": 65},
         {"kv_slots": (KVSlot(2, 8, 8, window=4),)},
@@ -186,3 +188,21 @@ def test_a_manifest_whose_id_is_not_its_own_is_refused() -> None:
     text = MANIFEST.to_json().replace('"aa"', '"ee"')
     with pytest.raises(ManifestError, match="content id"):
         Manifest.from_json(text)
+
+
+def test_a_manifest_without_a_kv_scheme_is_as_it_was_before_there_were_any() -> None:
+    assert "kv_scheme" not in json.loads(MANIFEST.to_json())
+    with_scheme = replace(MANIFEST, kv_scheme="f8e4m3 head")
+    assert Manifest.from_json(with_scheme.to_json()) == with_scheme
+    body = dataclasses.asdict(MANIFEST)
+    for younger in ("kv_scheme", "quant_schemes"):
+        del body[younger]
+    for outside in ("producer", "source", "revision"):
+        del body[outside]
+    body["kv_slots"] = [
+        {name: value for name, value in slot.items() if name not in ("chunk", "group")}
+        for slot in body["kv_slots"]
+    ]
+    body["files"] = {"program.py": "aa"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    assert MANIFEST.artifact_id == "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

@@ -32,6 +32,7 @@ from octavo.bench.traffic import Traffic
 from octavo.bench.workload import of_lengths, read_lengths
 from octavo.ir.errors import OctavoError
 from octavo.ir.manifest import KVSlot
+from octavo.runtime.kv_cache import KVFormat
 
 
 def decode(batch_size: int, tokens_per_second: float) -> Decode:
@@ -148,7 +149,7 @@ def test_other_lists_of_lengths_are_refused(tmp_path: Path, text: str, words: st
 
 def test_traffic_counts_each_sequence_and_no_more_than_the_window() -> None:
     slots = (KVSlot(2, 16, 8), KVSlot(2, 16, 8, window=100))
-    traffic = Traffic(1000, 300, 50, slots, kv_itemsize=2)
+    traffic = Traffic(1000, 300, 50, slots, kv_format=KVFormat(torch.bfloat16))
     assert traffic.kv_bytes(50) == 2 * 50 * 2 * 24 * 2
     assert traffic.kv_bytes(400) == (400 + 100) * 2 * 24 * 2
     assert traffic.decode_bytes(3, 50) == 1000 + 3 * 9600

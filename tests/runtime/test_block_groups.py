@@ -18,8 +18,16 @@ from octavo.runtime.block_groups import (
     places,
 )
 from octavo.runtime.errors import ArtifactError
-from octavo.runtime.kv_cache import GIB, KVCachePlan, allocate_kv_caches, block_bytes
+from octavo.runtime.kv_cache import (
+    GIB,
+    KVCachePlan,
+    KVFormat,
+    allocate_kv_caches,
+    block_bytes,
+)
 from octavo.runtime.prefix_hit import hit_length
+
+F32 = KVFormat(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +90,33 @@ def test_slots_of_all_groups_lie_in_the_same_places() -> None:
     slots = [slot(1, 8), slot(0, None), slot(1, 8), slot(0, None), slot(2, 8, 1, 8)]
     assert block_groups(slots) == (FULL, BlockGroup(8), BlockGroup(8))
     assert places(slots) == [0, 0, 1, 1, 0]
-    assert block_bytes(slots, torch.float32, 16) == 2 * 16 * (8 + 8) * 4
-    plan = KVCachePlan(5, 16, block_bytes(slots, torch.float32, 16))
-    caches = allocate_kv_caches(slots, plan, torch.float32, torch.device("cpu"))
+    assert block_bytes(slots, F32, 16) == 2 * 16 * (8 + 8) * 4
+    plan = KVCachePlan(5, 16, block_bytes(slots, F32, 16))
+    caches = allocate_kv_caches(slots, plan, F32, torch.device("cpu"))
     assert [tuple(keys.shape) for keys, _ in caches] == [(5, 16, 2, 4)] * 4 + [(5, 16, 1, 8)]
     memory = {cache.data_ptr(): cache.nbytes for pair in caches for cache in pair}
     assert sum(memory.values()) == plan.total_bytes
     caches[0][0][3, 7] = 1.0
     assert caches[4][0][3, 7].flatten().tolist() == [1.0] * 8
     assert not caches[2][0].any()
+
+
+def test_scales_of_tokens_are_shared_by_slots_of_as_many_heads() -> None:
+    slots = [slot(0, None), slot(1, 8), slot(2, 8, 1, 8)]
+    codes, scales = 16 * (8 + 8), 4 * 16 * (2 + 2) + 4 * 16 * (1 + 1)
+    kv_format = KVFormat(torch.int8, has_token_scales=True)
+    assert block_bytes(slots, kv_format, 16) == codes + scales
+    plan = KVCachePlan(5, 16, codes + scales)
+    caches = allocate_kv_caches(slots, plan, kv_format, torch.device("cpu"))
+    shapes = [tuple(part.shape) for part in caches[0]]
+    assert shapes == [(5, 16, 2, 4)] * 2 + [(5, 2, 16)] * 2
+    assert [tuple(part.shape) for part in caches[2]] == [(5, 16, 1, 8)] * 2 + [(5, 1, 16)] * 2
+    memory = {part.data_ptr(): part.nbytes for parts in caches for part in parts}
+    assert sum(memory.values()) == plan.total_bytes
+    assert [part.data_ptr() for part in caches[0]] == [part.data_ptr() for part in caches[1]]
+    # A block belongs to one group, so what another's scales say of it is nobody's.
+    caches[2][2][3] = 1.0
+    assert not caches[0][2].any()
 
 
 def test_a_group_with_a_slot_that_sees_everything_keeps_everything() -> None:
@@ -144,7 +170,7 @@ def test_the_bytes_of_gemma_3_27b() -> None:
 
     def gib(slots: list[KVSlot], tokens: int, step: int) -> float:
         blocks = most_blocks(block_groups(slots), tokens, step, 16)
-        return round(blocks * block_bytes(slots, torch.bfloat16, 16) / GIB, 1)
+        return round(blocks * block_bytes(slots, KVFormat(torch.bfloat16), 16) / GIB, 1)
 
     assert [gib(alone, tokens, 8192) for tokens in (1024, 8192, 131072)] == [0.5, 3.9, 62.0]
     assert [gib(grouped, tokens, 8192) for tokens in (1024, 8192, 131072)] == [0.5, 4.4, 14.2]

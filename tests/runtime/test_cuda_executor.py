@@ -97,7 +97,7 @@ def with_graphs(llm: LLM, folder: Path, *, graphs: bool) -> CheckedExecutor:
     artifact = Artifact.open(folder)
     blocks, config = llm.engine.scheduler.blocks, llm.engine.scheduler.config
     plan = KVCachePlan(blocks.num_blocks, blocks.block_size, 1)
-    caches = allocate_kv_caches(artifact.manifest.kv_slots, plan, artifact.dtype, CPU)
+    caches = allocate_kv_caches(artifact.manifest.kv_slots, plan, artifact.kv_format, CPU)
     tier = blocks.host_tier
     executor = CheckedExecutor(
         artifact.load_program(),

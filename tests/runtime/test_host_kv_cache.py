@@ -13,7 +13,7 @@ from octavo.ir.manifest import KVSlot
 from octavo.runtime import host_kv_cache, pinned
 from octavo.runtime.errors import CapacityError, InvalidRequest
 from octavo.runtime.host_kv_cache import HostKVCache, plan_host_slots, staging_bytes
-from octavo.runtime.kv_cache import GIB, KVCachePlan
+from octavo.runtime.kv_cache import GIB, KVCachePlan, KVFormat
 from octavo.runtime.llm_options import LLMOptions
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_slots_are_what_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_staged_is_256_blocks_of_the_widest_cache() -> None:
     slots = [KVSlot(2, 64, 64), KVSlot(4, 16, 48)]
-    assert staging_bytes(slots, torch.bfloat16, 16) == 256 * 16 * 4 * 48 * 2
+    assert staging_bytes(slots, KVFormat(torch.bfloat16), 16) == 256 * 16 * 4 * 48 * 2
 
 
 def test_memory_that_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:

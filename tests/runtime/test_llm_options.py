@@ -44,6 +44,13 @@ def test_names_of_dtypes(dtype: Any, expected: str | None) -> None:
     assert resolve_options({"dtype": dtype})[0].dtype == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("auto", None), ("fp8", "fp8"), ("fp8_e4m3", "fp8"), ("int8", "int8")]
+)
+def test_names_of_kv_caches(name: str, expected: str | None) -> None:
+    assert resolve_options({"kv_cache_dtype": name})[0].kv_cache_dtype == expected
+
+
 def test_what_changes_nothing_is_named() -> None:
     _, notices = resolve_options({"max_seq_len_to_capture": 8192, "swap_space": 4})
     assert notices == [
@@ -57,7 +64,7 @@ def test_what_changes_nothing_is_named() -> None:
     [
         ("tensor_parallel_size", 2, "not supported by this version; use 1"),
         ("speculative_config", {"a": 1}, "not supported by this version; use None"),
-        ("kv_cache_dtype", "fp8", "use 'auto'"),
+        ("kv_cache_dtype", "fp8_e5m2", "must be auto, fp8 or int8"),
         ("dtype", "int7", "auto, float32, bfloat16 or float16"),
         ("dtype", 5, "auto, float32, bfloat16 or float16"),
         ("max_model_len", 1, "at least 2"),
@@ -77,7 +84,7 @@ def test_what_changes_nothing_is_named() -> None:
         ("kv_offload_gb", -1, "at least 0"),
         ("kv_offload_gb", "all", "a number"),
         ("seed", "x", "an integer"),
-        ("scheduling_policy", "lifo", "must be one of fcfs, priority, edf, shortest, got 'lifo'"),
+        ("scheduling_policy", "lifo", "must be one of fcfs, .*, fair, got 'lifo'"),
         ("ageing_ms", 0, "at least 1"),
         ("result_cache_size", -1, "at least 0"),
         ("check_invariants", 1, "True or False"),

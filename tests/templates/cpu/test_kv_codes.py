@@ -1,0 +1,101 @@
+"""The cpu kernels that write and read codes, against the definition and attention in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.codegen.render import render_kernel
+from octavo.ir.kv_scheme import KVScheme
+from octavo.ir.ops.paged import kv_write, paged_attention, rotary_kv_write
+from tests.rendered_kernel import imported
+from tests.templates.codes_case import (
+    SCHEMES,
+    assert_near_codes,
+    cached,
+    code_constants,
+    head_scales,
+    tensors,
+)
+from tests.templates.triton.paged_case import PagedCase
+from tests.tolerances import REWRITE, distance
+
+LENGTHS = [(5, 5), (33, 1), (40, 23), (1, 1), (70, 17), (69, 1), (16, 1)]
+
+
+def kernel(op: str, case: PagedCase, scheme: KVScheme, *, has_head_scales: bool) -> Any:
+    codes = code_constants(scheme, has_head_scales=has_head_scales)
+    constants = {**case.constants(), **codes}
+    return imported(op, render_kernel(f"cpu/{op}.py.j2", op, constants))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_and_scales_are_the_references(name: str, dtype: torch.dtype) -> None:
+    case, scheme = PagedCase(LENGTHS, dtype=dtype), KVScheme.parse(name)
+    scales = head_scales(scheme)
+    state = cached(case, scheme, scales)
+    want = cached(case, scheme, scales)
+    _, k, v = case.new()
+    k[3], v[1, 1] = 0, 0
+    kv_write.evaluate(want, k, v, case.slot_mapping, *scales, slot=0)
+    run = kernel("kv_write", case, scheme, has_head_scales=bool(scales)).run
+    run(*tensors(state), k, v, case.slot_mapping, *scales)
+    for got, expected in zip(state.tensors(), want.tensors(), strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rotated_keys_become_codes(name: str) -> None:
+    """A rotation that rounds otherwise may move a number over the middle of two codes, no more."""
+    case, scheme = PagedCase(LENGTHS), KVScheme.parse(name)
+    scales = head_scales(scheme)
+    state, want = cached(case, scheme, scales), cached(case, scheme, scales)
+    q, k, v = case.new()
+    turned, _ = rotary_kv_write.evaluate(
+        want, q, k, v, case.cos, case.sin, case.slot_mapping, *scales, slot=0
+    )
+    module = kernel("rotary_kv_write", case, scheme, has_head_scales=bool(scales))
+    plan, out = module.plan(case.cos, case.sin), torch.empty_like(q)
+    module.run(*tensors(state), q, k, v, case.slot_mapping, *scales, plan, out=out)
+    assert distance(out, turned) <= REWRITE[torch.float32]
+    for got, expected in zip(tensors(state), tensors(want), strict=True):
+        if got.dtype == torch.float32:
+            assert distance(got, expected) <= REWRITE[torch.float32]
+            continue
+        assert_near_codes(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "attrs", [{}, {"window": 16}, {"chunk": 16}, {"softcap": 2.0}, {"has_sinks": True}]
+)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_attention_on_codes(name: str, attrs: dict[str, Any], dtype: torch.dtype) -> None:
+    case, scheme = PagedCase(LENGTHS, dtype=dtype), KVScheme.parse(name)
+    scales = head_scales(scheme)
+    state = cached(case, scheme, scales)
+    q, k, v = case.new()
+    kv_write.evaluate(state, k, v, case.slot_mapping, *scales, slot=0)
+    sinks = [torch.randn(4, dtype=dtype)] if "has_sinks" in attrs else []
+    known = {key: value for key, value in attrs.items() if key != "has_sinks"}
+    want = paged_attention.evaluate(
+        q.double(),
+        state,
+        *case.layout(),
+        *([x.double() for x in sinks] or [None]),
+        *scales,
+        slot=0,
+        scale=case.head_dim**-0.5,
+        **known,
+    )
+    constants = {**case.constants(), **attrs}
+    case.constants = lambda: constants  # type: ignore[method-assign]
+    module = kernel("paged_attention", case, scheme, has_head_scales=bool(scales))
+    plan = module.plan(*case.layout(), case.block_size)
+    prepared = [module.prepare(x) for x in scales]
+    out = torch.full(want.shape, torch.nan, dtype=dtype)
+    got = module.run(q, *tensors(state), *sinks, *prepared, plan, out=out)
+    assert distance(got, want) <= REWRITE[dtype]
