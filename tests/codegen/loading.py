@@ -23,10 +23,10 @@ from octavo.ir.random_inputs import RandomSource
 class Compiled:
     """A graph and its program; ``directory`` has to have a name that no other test uses."""
 
-    def __init__(self, graph: Graph, directory: Path) -> None:
+    def __init__(self, graph: Graph, directory: Path, target: str = "cpu") -> None:
         self.graph = graph
         self.source = RandomSource(graph)
-        self.generated: Generated = generate(graph, resolve_target("cpu"), directory, self.source)
+        self.generated: Generated = generate(graph, resolve_target(target), directory, self.source)
         self.weights: dict[str, Tensor] = {}
         for shard in sorted((directory / "weights").glob("*.safetensors")):
             self.weights.update(load_file(shard))

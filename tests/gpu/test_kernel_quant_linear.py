@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
     ("n", "k", "variant"),
     [(6144, 4096, "sumsq"), (4096, 4096, "emit"), (2048, 4096, "gated"), (4096, 14336, "emit")],
 )
-@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64, 200, 300])
+@pytest.mark.parametrize("rows", [1, 5, 64, 200])
 def test_real_shapes(scheme: str, n: int, k: int, variant: str, rows: int) -> None:
     """Every candidate for so many rows, several draws of each: a race need not show at once."""
     module = _module(scheme, n, k, **VARIANTS[variant])

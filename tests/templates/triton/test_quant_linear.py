@@ -303,6 +303,22 @@ def test_every_candidate(variant: str, scheme: str) -> None:
         module.CHOICES.reset()
 
 
+@pytest.mark.parametrize("rows", [64, 130])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(
+    "scheme", [each for each in SCHEMES if "4<1x" in each and "x*" not in each]
+)
+def test_numbers_scaled_before_the_product(scheme: str, dtype: str, rows: int) -> None:
+    module = _module(scheme, 64, 256, dtype=dtype, out_dtype=dtype)
+    bucket = module.CHOICES.bucket(rows)
+    scaled = next(each for each in bucket.candidates if each.get("SCALED"))
+    module.CHOICES.choose(bucket.name, scaled)
+    try:
+        _case(module, rows).check("skinny")
+    finally:
+        module.CHOICES.reset()
+
+
 def test_splits_of_k_give_the_same_result_each_time() -> None:
     module = _module("int4<1x32, bf16>", 64, 1152, **VARIANTS["emit"])
     assert module.CHOICES.for_rows(3)["SPLIT"] > 1
