@@ -67,7 +67,8 @@ def quantize_heads(x: Tensor, scheme: KVScheme, scale: Tensor | None) -> tuple[T
     """
     wide = x.float()
     if scheme.has_token_scales:
-        scales = wide.abs().amax(-1) / scheme.largest
+        # By a tensor: what PyTorch divides by a number on a GPU it multiplies by the inverse.
+        scales = wide.abs().amax(-1) / wide.new_tensor(scheme.largest)
     else:
         scales = torch.ones(x.shape[1], device=x.device) if scale is None else scale.float()
         scales = scales.expand(x.shape[:2])
