@@ -65,7 +65,9 @@ class WindowLogits:
         """Logits ``f32[rows, vocab]`` of all tokens in order, on the CPU, a chunk at a time."""
         for start in range(0, len(ids), _STEP_TOKENS):
             chunk = np.array(ids[start : start + _STEP_TOKENS], dtype=np.int64)
-            yield self._executor.execute(self._batch(chunk, start)).to("cpu", torch.float32)
+            logits = self._executor.execute(self._batch(chunk, start))
+            # The next step writes over its own.
+            yield logits.to("cpu", torch.float32, copy=True)
 
     def _batch(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> Batch:
         positions = np.arange(start, start + len(ids), dtype=np.int64)

@@ -158,7 +158,7 @@ def test_the_longest_sequence_is_what_the_blocks_of_all_groups_hold(model: Model
     # needs no room.
     assert llm.engine.max_model_len == {1: 256, 4: 9 * 4 + 1}[num_groups]
     if num_groups == 4:
-        with pytest.raises(CapacityError, match=r"holds 36 tokens, too few .* 31 blocks"):
+        with pytest.raises(CapacityError, match=r"holds 36 tokens, too few .*\(31 blocks"):
             model.load(
                 num_gpu_blocks_override=30, long_prefill_token_threshold=16, max_model_len=38
             )

@@ -34,6 +34,7 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.self_check import check_golden
+from tests.end_to_end.test_quantized_kv import ROUNDS, Compiled, RoundedReference, generate
 from tests.runtime.toy_artifact import byte_tokenizer
 
 HIDDEN, INNER, LAYERS = 64, 128, 3
@@ -144,6 +145,23 @@ def test_a_quantised_model_says_what_its_codes_say(
         for token, logprob in found.items():
             assert abs(logprob.logprob - float(row[token])) <= 3 * noise
     check_golden(Artifact.open(artifact))
+
+
+@pytest.mark.parametrize("kv", ROUNDS)
+def test_a_kv_cache_of_codes_beside_quantised_weights(
+    kv: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    artifact = tmp_path / "artifact"
+    options = {"quant": "int8", "kv_cache_dtype": kv}
+    compile_model(checkpoint, artifact, dtype="float32", target="cpu", progress=False, **options)
+    model = copy.deepcopy(hf_model(checkpoint)).double()
+    state = model.state_dict()
+    quantized_state(artifact, scheme_of(artifact), state)
+    model.load_state_dict(state)
+    model.float().save_pretrained(tmp_path / "checkpoint")
+    reference = RoundedReference(tmp_path / "checkpoint", ROUNDS[kv])
+    compiled = Compiled(artifact, reference, reference)
+    compiled.check(generate(compiled)[1], "codes of both")
 
 
 def test_a_recipe_and_what_inspect_says_of_it(

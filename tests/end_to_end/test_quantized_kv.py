@@ -7,6 +7,7 @@ reference, by moving all keys and values by as much as float32 may have them off
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,21 +18,22 @@ import pytest
 import torch
 from hf_reference import HFReference, logprobs_of
 from model_zoo import tiny_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
 from octavo.compile import compile_model
 from octavo.ir.errors import OctavoError
-from octavo.ir.manifest import num_groups
 from octavo.runtime import load
 from octavo.runtime.artifact import Artifact
+from octavo.runtime.block_groups import block_groups, most_blocks
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.sampling_params import SamplingParams
 from tests.tolerances import REWRITE
 
+QUANTIZED = Path(__file__).parents[1] / "frontend" / "data" / "quantized"
 NUM_NEW_TOKENS = 24
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=-1, detokenize=False
@@ -140,7 +142,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Compiled(folder / "artifact", reference, plain)
 
 
-def _generate(compiled: Compiled, **options: Any) -> tuple[LLM, list[RequestOutput]]:
+def generate(compiled: Compiled, **options: Any) -> tuple[LLM, list[RequestOutput]]:
     llm = LLM(compiled.artifact, max_logprobs=-1, check_invariants=True, **options)
     return llm, llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
 
@@ -153,17 +155,17 @@ def test_the_yardstick_sees_whether_there_are_codes(compiled: Compiled) -> None:
 
 
 def test_all_prompts_in_one_batch(compiled: Compiled) -> None:
-    compiled.check(_generate(compiled)[1], "batch")
+    compiled.check(generate(compiled)[1], "batch")
 
 
 def test_prefill_in_chunks_of_seven(compiled: Compiled) -> None:
-    llm, outputs = _generate(compiled, long_prefill_token_threshold=7, max_num_seqs=2)
+    llm, outputs = generate(compiled, long_prefill_token_threshold=7, max_num_seqs=2)
     compiled.check(outputs, "chunks of 7")
     assert llm.stats().num_steps > NUM_NEW_TOKENS, "nothing was cut"
 
 
 def test_a_prefix_that_was_computed_before(compiled: Compiled) -> None:
-    llm, _ = _generate(compiled, block_size=4)
+    llm, _ = generate(compiled, block_size=4)
     outputs = llm.generate(compiled.reference.prompts, GREEDY, use_tqdm=False)
     compiled.check(outputs, "prefix cache")
     found = [(len(prompt) - 1) // 4 * 4 for prompt in compiled.reference.prompts]
@@ -175,12 +177,13 @@ def test_preempted_and_swapped_to_host_memory(
 ) -> None:
     monkeypatch.setattr(load, "MIN_LOAD_TOKENS", 4)
     longest = max(PROMPT_LENGTHS) + NUM_NEW_TOKENS
-    slots = Artifact.open(compiled.artifact).manifest.kv_slots
-    llm, outputs = _generate(
+    groups = block_groups(Artifact.open(compiled.artifact).manifest.kv_slots)
+    llm, outputs = generate(
         compiled,
         block_size=4,
         max_model_len=longest,
-        num_gpu_blocks_override=num_groups(slots) * -(-longest // 4) + 2,
+        long_prefill_token_threshold=8,
+        num_gpu_blocks_override=most_blocks(groups, longest, 8, 4) + 2,
         kv_offload_gb=0.01,
     )
     compiled.check(outputs, "host memory")
@@ -236,7 +239,32 @@ def test_scales_of_heads_from_a_file(kv: str, checkpoint: Path, tmp_path: Path) 
 
     reference = RoundedReference(checkpoint, rounded)
     compiled = Compiled(tmp_path / "out", reference, reference)
-    compiled.check(_generate(compiled)[1], "scales of heads")
+    compiled.check(generate(compiled)[1], "scales of heads")
+
+
+@pytest.mark.parametrize("form", ["k_scale", "k_proj.k_scale", "k_proj.output_scale"])
+def test_scales_of_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
+    shutil.copytree(QUANTIZED / "ct-fp8-tensor", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    added = {
+        f"model.layers.0.self_attn.{form}": torch.tensor([0.25]),
+        f"model.layers.0.self_attn.{form.replace('k_', 'v_')}": torch.tensor([0.125]),
+    }
+    save_file({**load_file(path), **added}, path)
+    compile_model(
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        target="cpu",
+        progress=False,
+        kv_cache_dtype="fp8",
+        kv_scales="checkpoint",
+    )
+    artifact = Artifact.open(tmp_path / "out")
+    weights = artifact.load_weights(torch.device("cpu"))
+    for side, scale in (("k_scale", 0.25), ("v_scale", 0.125)):
+        [found] = [weight for name, weight in weights.items() if name.endswith(side)]
+        assert found.tolist() == [scale] * KV_HEADS
+    assert artifact.manifest.quant_schemes, "its linears are not quantised"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from octavo.evaluate.distributions import LossMeter
 from octavo.evaluate.evaluate import compare, evaluate
 from octavo.evaluate.windows import PASSAGE, WindowOptions, windows
 from octavo.ir.errors import OctavoError
+from octavo.runtime import window_logits
 from tests.end_to_end.tiny_llama import write_checkpoint
 
 
@@ -111,6 +112,19 @@ def test_an_artifact_of_the_model_itself_loses_nothing(pair: tuple[Path, Path, P
         assert found.loss.kl_p99 < 1e-5
         assert found.loss.top1_agreement == 1.0
         assert max(module.error for module in found.modules) < 1e-4
+
+
+def test_a_window_of_several_steps(
+    pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads what the ones before it have cached, and gives logits that stay."""
+    monkeypatch.setattr(window_logits, "_STEP_TOKENS", 16)
+    _, other, artifact = pair
+    options = WindowOptions(64, 64, 200)
+    found = evaluate(artifact, other, options=options, with_modules=False).loss
+    assert abs(found.perplexity_increase) < 1e-4
+    assert found.kl_p99 < 1e-5
+    assert found.top1_agreement == 1.0
 
 
 @dataclass
