@@ -63,9 +63,12 @@ class WindowLogits:
 
     def logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """Logits ``f32[rows, vocab]`` of all tokens in order, on the CPU, a chunk at a time."""
+        # Copied: the next step writes its logits to the same memory.
         for start in range(0, len(ids), _STEP_TOKENS):
             chunk = np.array(ids[start : start + _STEP_TOKENS], dtype=np.int64)
-            yield self._executor.execute(self._batch(chunk, start)).to("cpu", torch.float32)
+            yield self._executor.execute(self._batch(chunk, start)).to(
+                "cpu", torch.float32, copy=True
+            )
 
     def _batch(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> Batch:
         positions = np.arange(start, start + len(ids), dtype=np.int64)
