@@ -141,7 +141,9 @@ def compile_model(
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
     request = calibration or CalibrationRequest()
-    request.check(None if quant is None else str(quant))
+    request.check(
+        None if quant is None else str(quant), quant_head=quant_head, with_weights=with_weights
+    )
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         writer.begin()

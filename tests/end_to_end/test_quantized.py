@@ -216,7 +216,7 @@ def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"quant": "int5"}, "'int5' is no way to quantise: choose int4, .* nf4, balanced"),
+        ({"quant": "int5"}, "'int5' is no way to quantise: choose int4, .* nf4, .* balanced"),
         ({"quant": "int4-g16"}, "'int4-g16' is no way to quantise"),
         ({"quant": "absent.yaml"}, "absent.yaml cannot be read: .*No such file"),
         (
@@ -232,6 +232,12 @@ def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
             {"quant": "fp8", "target": "cuda:sm_90,sm_80"},
             "--quant fp8: cuda:sm_80 has no 8-bit floats",
         ),
+        (
+            {"quant": "int8", "quant_head": "fp8", "target": "cuda:sm_80"},
+            "--quant-head fp8: cuda:sm_80 has no 8-bit floats",
+        ),
+        ({"quant": "int4<1x0, bf16>"}, "at least one row and one column"),
+        ({"quant_head": "balanced"}, "'balanced' is no way to quantise: choose .*, or none"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -250,6 +256,8 @@ def test_what_cannot_be_done_is_refused(
         ("'*.mlp.*': int5\n", r"bad\.yaml: \*\.mlp\.\*: 'int5' is no way to quantise"),
         ("'*.mlp.*': 4\n", "expected a pattern and a scheme, got '.*': 4"),
         ("a: [b\n", "cannot be read: while parsing"),
+        ("a: int8\n'a': int4\n", "'a' stands there twice"),
+        ("a: balanced\n", "'balanced' is no way to quantise: choose .* int4<1x64, bf16>, or none"),
     ],
 )
 def test_a_recipe_that_is_none(text: str, reason: str, checkpoint: Path, tmp_path: Path) -> None:
