@@ -16,6 +16,7 @@ from octavo.ir.graph import Graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import QuantType
 from octavo.passes.fused_linear import LINEARS
+from octavo.passes.pipeline import Stage
 from octavo.passes.quant_recipe import HEAD, Recipe
 
 _GROUPS = (32, 64, 128)
@@ -66,7 +67,7 @@ def find_recipe(
         return recipe
     first = Recipe(f"{recipe.name}, head {head}", ((HEAD, _scheme(head, dtype)),))
     _check_kernels(f"--quant-head {head}", first, target)
-    return replace(first, rules=(*first.rules, *recipe.rules))
+    return replace(recipe, name=first.name, rules=(*first.rules, *recipe.rules))
 
 
 def _check_kernels(option: str, recipe: Recipe, target: Target | None) -> None:
@@ -133,7 +134,17 @@ def _read_recipe(path: Path, dtype: str) -> Recipe:
             rules.append((pattern, _scheme(name or AS_IS, dtype)))
         except OctavoError as error:
             raise OctavoError(f"{path}: {pattern}: {error}") from None
-    return Recipe(path.stem, tuple(rules))
+    return Recipe(path.stem, tuple(rules), is_for_model=True)
+
+
+def unquantized_notices(recipe: Recipe, stages: Iterable[Stage]) -> list[str]:
+    """What to say where a recipe has patterns without a match, or quantised nothing at all."""
+    [stage] = [stage for stage in stages if stage.name == "quantize-linears"]
+    patterns = {pattern for pattern, _ in recipe.rules}
+    notices = [f"{m.where!r}: {m.reason}" for m in stage.missed if m.where in patterns]
+    if not stage.rewrites and any(scheme for _, scheme in recipe.rules):
+        notices.append(f"nothing was quantised: {stage.summary}")
+    return notices
 
 
 def count_schemes(graph: Graph) -> dict[str, int]:

@@ -204,7 +204,12 @@ class LazyWeights(Mapping[str, Tensor]):
         return shard_of
 
     def __getitem__(self, name: str) -> Tensor:
-        shard = self._shard_of[name]
+        shard = self._shard_of.get(name)
+        if shard is None:
+            raise ArtifactError(
+                f"{self._root} has no weight {name!r}: it was compiled without weights; load it with"
+                " load_format='dummy', or compile it again with the weights"
+            )
         path = self._root / "weights" / shard
         try:
             if shard not in self._shards:

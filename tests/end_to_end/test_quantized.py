@@ -165,6 +165,19 @@ def test_a_recipe_and_what_inspect_says_of_it(
         LLM(artifact, quantization="int8")
 
 
+def test_a_recipe_that_matches_nothing_is_said(
+    checkpoint: Path, tmp_path: Path, octavo_here: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, artifact = tmp_path / "other.yaml", tmp_path / "artifact"
+    recipe.write_text("'*.ffn.*': int8\n")
+    compile_model(
+        checkpoint, artifact, target="cpu", quant=recipe, with_weights=False, progress=False
+    )
+    assert "'*.ffn.*': no linear answers to this pattern of other" in caplog.messages
+    assert "nothing was quantised" in caplog.text
+    assert "*.ffn.*: no linear answers" in octavo_here("inspect", artifact).stdout
+
+
 def signs(
     graph: Graph,
     weights: WeightSource,

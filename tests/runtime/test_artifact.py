@@ -246,3 +246,9 @@ def test_a_tensor_that_its_shard_does_not_hold(toy: Path) -> None:
     write_manifest(toy)
     with pytest.raises(ArtifactError, match="pepper cannot be read"):
         Artifact.open(toy).load_weights()["pepper"]
+
+
+def test_a_weight_that_is_not_stored_is_named(toy: Path) -> None:
+    weights = Artifact.open(toy).load_weights()
+    with pytest.raises(ArtifactError, match=r"no weight 'absent': it was compiled without weights"):
+        weights["absent"]
