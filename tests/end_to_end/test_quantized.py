@@ -219,11 +219,16 @@ def test_a_calibration_gives_the_codes(
     assert torch.equal(codes, torch.cat(parts).sign().to(torch.int8))
 
 
-def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, quantization="int8", dtype="float32")
+@pytest.mark.parametrize("quantization", ["int8", "recipe.yaml"])
+def test_a_model_is_quantised_on_the_way(
+    quantization: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("'*.mlp.*': int8\n")
+    llm = LLM(checkpoint, quantization=quantization, dtype="float32")
     [first] = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=2))
     assert len(first.outputs[0].token_ids) == 2
-    assert llm.artifact.manifest.quantization == "int8"
+    assert llm.artifact.manifest.quantization == quantization.removesuffix(".yaml")
 
 
 @pytest.mark.parametrize(
