@@ -18,6 +18,7 @@ from octavo.ir.types import QuantType
 from octavo.passes.fused_linear import LINEARS
 from octavo.passes.pipeline import Stage
 from octavo.passes.quant_recipe import HEAD, Recipe
+from octavo.passes.quantize_linears import KEPT
 
 _GROUPS = (32, 64, 128)
 _FIXED = {
@@ -138,10 +139,14 @@ def _read_recipe(path: Path, dtype: str) -> Recipe:
 
 
 def unquantized_notices(recipe: Recipe, stages: Iterable[Stage]) -> list[str]:
-    """What to say where a recipe has patterns without a match, or quantised nothing at all."""
+    """What to say where a recipe has patterns without a match, speaks of matrices that the
+    checkpoint holds quantised, or quantised nothing at all."""
     [stage] = [stage for stage in stages if stage.name == "quantize-linears"]
     patterns = {pattern for pattern, _ in recipe.rules}
     notices = [f"{m.where!r}: {m.reason}" for m in stage.missed if m.where in patterns]
+    kept = sum(m.reason == KEPT for m in stage.missed)
+    if kept:
+        notices.append(f"{recipe.name} leaves {kept} linears as they are: {KEPT}")
     if not stage.rewrites and any(scheme for _, scheme in recipe.rules):
         notices.append(f"nothing was quantised: {stage.summary}")
     return notices

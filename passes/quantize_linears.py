@@ -16,6 +16,7 @@ from octavo.passes.fused_linear import LINEARS
 from octavo.passes.quant_recipe import Module, Modules, dequantized_parts
 
 _GROUPS = (128, 64, 32)  # that can be had by name
+KEPT = "the checkpoint has it quantised, which a recipe changes only with --dequantize"
 
 
 @register_pass("quantize-linears")
@@ -48,9 +49,11 @@ def _quantize(
     if isinstance(weight.type, QuantType):
         return False
     parts = dequantized_parts(weight)
-    if parts:
-        return _read_codes(graph, linear, parts, report)
     recipe = report.context.quantization.recipe
+    if parts:
+        if recipe is not None and any(recipe.scheme_of(module) for module in modules.of(linear)):
+            report.missed(linear, KEPT)
+        return _read_codes(graph, linear, parts, report)
     if recipe is None:
         return False
     if not weight.is_weight:
