@@ -108,10 +108,12 @@ class QuantScheme:
         if match is None or match[1] not in CODE_FORMATS:
             raise VerifyError(f"{text!r} is no quantisation scheme, such as int4<1x128, bf16>")
         given = dict(part.split("=") for part in match[5].split(", ")[1:])
-        _check_dtypes(text, match[4], **given)
         x, _, x_block = given.pop("x", "").partition("/")
-        if not given.keys() <= {"zero", "offset"}:
-            raise VerifyError(f"{text!r}: a scheme has zero=, offset= and x= besides its scale")
+        if not given.keys() <= {"zero", "offset"} or len(given) > 1:
+            raise VerifyError(f"{text!r}: a scheme has zero= or offset=, and x=, besides its scale")
+        if "0" in (match[2], match[3], x_block):
+            raise VerifyError(f"{text!r}: a block has at least one row and one column")
+        _check_dtypes(text, match[4], x, **given)
         return cls(
             match[1],
             (_size(match[2]), _size(match[3])),
@@ -150,13 +152,18 @@ class QuantScheme:
         return rows * columns * packed // 8 + scales[0] * scales[1] * side_bytes
 
 
-def _check_dtypes(text: str, scale: str, x: str = "i8", **sides: str) -> None:
+def _check_dtypes(text: str, scale: str, x: str, zero: str = "u8", offset: str = "f32") -> None:
     from octavo.ir.types import DTYPES
 
-    unknown = [dtype for dtype in (scale, *sides.values()) if dtype not in DTYPES]
-    if unknown:
-        raise VerifyError(f"{text!r}: {unknown[0]} is none of the dtypes {', '.join(DTYPES)}")
-    if x.partition("/")[0] not in ("i8", "f8e4m3"):
+    for dtype in (scale, zero, offset):
+        if dtype not in DTYPES:
+            raise VerifyError(f"{text!r}: {dtype} is none of the dtypes {', '.join(DTYPES)}")
+    for dtype in (scale, offset):
+        if not DTYPES[dtype].is_floating_point:
+            raise VerifyError(f"{text!r}: scales and offsets are floats, not {dtype}")
+    if zero not in ("u8", "i8"):
+        raise VerifyError(f"{text!r}: zero= is u8 or i8")
+    if x not in ("", "i8", "f8e4m3"):
         raise VerifyError(f"{text!r}: x= is i8 or f8e4m3")
 
 

@@ -48,7 +48,7 @@ from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
 from octavo.phases import Phases
-from octavo.quantize import AS_IS, count_schemes, find_recipe, find_schemes
+from octavo.quantize import AS_IS, count_schemes, find_recipe, find_schemes, unquantized_notices
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import num_compile_workers, write_binaries
@@ -141,7 +141,9 @@ def compile_model(
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
     request = calibration or CalibrationRequest()
-    request.check(None if quant is None else str(quant))
+    request.check(
+        None if quant is None else str(quant), quant_head=quant_head, with_weights=with_weights
+    )
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         writer.begin()
@@ -222,6 +224,9 @@ def _build(job: _Job) -> Manifest:
             has_kv_scales=job.kv.has_head_scales,
         )
         _refuse_unpaged(graph, stages)
+        if job.recipe is not None:
+            for notice in unquantized_notices(job.recipe, stages):
+                logger.warning("%s", notice)
         job.writer.write_stages(stages)
         if job.kv.scales is not None:
             imported.buffers.update(load_kv_scales(graph, job.source, job.kv.scales))

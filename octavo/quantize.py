@@ -16,7 +16,9 @@ from octavo.ir.graph import Graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import QuantType
 from octavo.passes.fused_linear import LINEARS
+from octavo.passes.pipeline import Stage
 from octavo.passes.quant_recipe import HEAD, Recipe
+from octavo.passes.quantize_linears import KEPT
 
 _GROUPS = (32, 64, 128)
 _FIXED = {
@@ -40,9 +42,9 @@ AS_IS = "none"
 
 
 def scheme_names() -> list[str]:
-    """All that ``--quant`` knows by name."""
+    """All schemes that have a name."""
     groups = [f"int4{kind}-g{size}" for kind in ("", "-asym") for size in _GROUPS]
-    return ["int4", "int4-asym", *groups, *_FIXED, "balanced"]
+    return ["int4", "int4-asym", *groups, *_FIXED]
 
 
 def find_recipe(
@@ -59,15 +61,21 @@ def find_recipe(
     elif text == "balanced":
         recipe = Recipe(text, tuple((p, _scheme(s, dtype)) for p, s in _BALANCED))
     else:
-        recipe = Recipe(text, (("*", _scheme(text, dtype)),))
-    if head is not None:
-        first = (HEAD, _scheme(head, dtype))
-        recipe = replace(recipe, name=f"{recipe.name}, head {head}", rules=(first, *recipe.rules))
+        others = "balanced, or a .yaml file of patterns and schemes"
+        recipe = Recipe(text, (("*", _scheme(text, dtype, others)),))
+    _check_kernels(f"--quant {text}", recipe, target)
+    if head is None:
+        return recipe
+    first = Recipe(f"{recipe.name}, head {head}", ((HEAD, _scheme(head, dtype)),))
+    _check_kernels(f"--quant-head {head}", first, target)
+    return replace(recipe, name=first.name, rules=(*first.rules, *recipe.rules))
+
+
+def _check_kernels(option: str, recipe: Recipe, target: Target | None) -> None:
     for _, scheme in recipe.rules:
         reason = target.why_no_kernel(scheme) if target and scheme else None
         if reason is not None:
-            raise OctavoError(f"--quant {text}: {reason}")
-    return recipe
+            raise OctavoError(f"{option}: {reason}")
 
 
 def find_schemes(names: Iterable[str], dtype: str, targets: Iterable[Target]) -> list[QuantScheme]:
@@ -80,8 +88,9 @@ def find_schemes(names: Iterable[str], dtype: str, targets: Iterable[Target]) ->
     ]
 
 
-def _scheme(name: str, dtype: str) -> QuantScheme | None:
-    """The scheme of a name or a text; None for ``none``."""
+def _scheme(name: str, dtype: str, others: str = "or none") -> QuantScheme | None:
+    """The scheme of a name or a text; None for ``none``. ``others`` is what else can be written
+    in this place."""
     if name == AS_IS:
         return None
     if name in _FIXED:
@@ -94,23 +103,30 @@ def _scheme(name: str, dtype: str) -> QuantScheme | None:
         return QuantScheme.parse(f"{codes}<1x{group or 128}, {scale}{zero}>")
     try:
         return QuantScheme.parse(name)
-    except VerifyError:
-        known = ", ".join(scheme_names())
+    except VerifyError as error:
+        if "<" in name:
+            raise OctavoError(str(error)) from None
         raise OctavoError(
-            f"{name!r} is no way to quantise: choose {known}, a scheme such as"
-            " int4<1x64, bf16>, or a .yaml file of patterns and schemes"
+            f"{name!r} is no way to quantise: choose {', '.join(scheme_names())}, a scheme such as"
+            f" int4<1x64, bf16>, {others}"
         ) from None
 
 
 def _read_recipe(path: Path, dtype: str) -> Recipe:
     try:
-        found: Any = yaml.safe_load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        found: Any = yaml.safe_load(text)
+        written: Any = yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OctavoError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not found:
         raise OctavoError(
             f"{path}: expected patterns over module paths with schemes, as in `'*.mlp.*': int4`"
         )
+    patterns = Counter(key.value for key, _ in written.value)
+    twice = [pattern for pattern, count in patterns.items() if count > 1]
+    if twice:
+        raise OctavoError(f"{path}: {twice[0]!r} stands there twice; leave one of the lines out")
     rules = []
     for pattern, name in found.items():
         if not isinstance(pattern, str) or not isinstance(name, str | None):
@@ -119,7 +135,21 @@ def _read_recipe(path: Path, dtype: str) -> Recipe:
             rules.append((pattern, _scheme(name or AS_IS, dtype)))
         except OctavoError as error:
             raise OctavoError(f"{path}: {pattern}: {error}") from None
-    return Recipe(path.stem, tuple(rules))
+    return Recipe(path.stem, tuple(rules), is_for_model=True)
+
+
+def unquantized_notices(recipe: Recipe, stages: Iterable[Stage]) -> list[str]:
+    """What to say where a recipe has patterns without a match, speaks of matrices that the
+    checkpoint holds quantised, or quantised nothing at all."""
+    [stage] = [stage for stage in stages if stage.name == "quantize-linears"]
+    patterns = {pattern for pattern, _ in recipe.rules}
+    notices = [f"{m.where!r}: {m.reason}" for m in stage.missed if m.where in patterns]
+    kept = sum(m.reason == KEPT for m in stage.missed)
+    if kept:
+        notices.append(f"{recipe.name} leaves {kept} linears as they are: {KEPT}")
+    if not stage.rewrites and any(scheme for _, scheme in recipe.rules):
+        notices.append(f"nothing was quantised: {stage.summary}")
+    return notices
 
 
 def count_schemes(graph: Graph) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -25,19 +25,22 @@ class Recipe:
     Besides its path a module answers to ``first.<rest>`` or ``last.<rest>`` in the first and the
     last layer, and the LM head to ``lm_head``. Patterns that end in ``*`` pass over the head and
     over routers: these are quantised only where they are named.
+
+    ``is_for_model``: written for the model at hand, so that a pattern without a match is a mistake.
     """
 
     name: str
     rules: tuple[tuple[str, QuantScheme | None], ...]
+    is_for_model: bool = False
 
     def scheme_of(self, module: Module) -> QuantScheme | None:
         """How a module's matrix is quantised, None for not at all."""
-        for pattern, scheme in self.rules:
-            if module.is_special and pattern.endswith("*"):
-                continue
-            if any(fnmatchcase(path, pattern) for path in module.paths):
-                return scheme
-        return None
+        return next((scheme for pattern, scheme in self.rules if module.answers(pattern)), None)
+
+    def unmatched(self, modules: Sequence[Module]) -> list[str]:
+        """The patterns that no module answers to."""
+        patterns = [pattern for pattern, _ in self.rules]
+        return [p for p in patterns if not any(module.answers(p) for module in modules)]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Module:
         return self.is_head or any(
             path.endswith(f".{name}") for path in self.paths for name in _ROUTERS
         )
+
+    def answers(self, pattern: str) -> bool:
+        """Whether a pattern of a recipe is about it."""
+        if self.is_special and pattern.endswith("*"):
+            return False
+        return any(fnmatchcase(path, pattern) for path in self.paths)
 
 
 def _every_scheme(scheme: QuantScheme) -> str | None:

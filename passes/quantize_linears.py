@@ -11,11 +11,12 @@ from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.ops.quant import why_no_concat
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import QuantType
-from octavo.passes.base import Report, register_pass
+from octavo.passes.base import Missed, Report, register_pass
 from octavo.passes.fused_linear import LINEARS
 from octavo.passes.quant_recipe import Module, Modules, dequantized_parts
 
 _GROUPS = (128, 64, 32)  # that can be had by name
+KEPT = "the checkpoint has it quantised, which a recipe changes only with --dequantize"
 
 
 @register_pass("quantize-linears")
@@ -23,8 +24,18 @@ def quantize_linears(graph: Graph, report: Report) -> int:
     """Give each linear of a constant matrix the quantised one. Raises VerifyError for a K that is
     no multiple of the group."""
     modules = Modules(graph)
+    _tell_unmatched(graph, modules, report)
     made: dict[tuple[Value, QuantScheme], Value] = {}  # of matrices that several linears read
     return sum(_quantize(graph, node, modules, made, report) for node in graph.find(*LINEARS))
+
+
+def _tell_unmatched(graph: Graph, modules: Modules, report: Report) -> None:
+    recipe = report.context.quantization.recipe
+    if recipe is None or not recipe.is_for_model:
+        return
+    every = [module for node in graph.find(*LINEARS) for module in modules.of(node)]
+    for pattern in recipe.unmatched(every):
+        report.misses.append(Missed(pattern, f"no linear answers to this pattern of {recipe.name}"))
 
 
 def _quantize(
@@ -38,9 +49,11 @@ def _quantize(
     if isinstance(weight.type, QuantType):
         return False
     parts = dequantized_parts(weight)
-    if parts:
-        return _read_codes(graph, linear, parts, report)
     recipe = report.context.quantization.recipe
+    if parts:
+        if recipe is not None and any(recipe.scheme_of(module) for module in modules.of(linear)):
+            report.missed(linear, KEPT)
+        return _read_codes(graph, linear, parts, report)
     if recipe is None:
         return False
     if not weight.is_weight:

@@ -193,7 +193,13 @@ class LazyWeights(Mapping[str, Tensor]):
         name = "weights/index.json"
         if name not in artifact.manifest.files:
             raise ArtifactError(f"{artifact.root}: the manifest lists no {name}; {RECOMPILE}")
-        shard_of = read_json_object(artifact.root / name).get("weight_map")
+        index = read_json_object(artifact.root / name)
+        if index.get("shapes"):
+            raise ArtifactError(
+                f"{artifact.root} was compiled without weights; load it with load_format='dummy',"
+                " or compile it again with the weights"
+            )
+        shard_of = index.get("weight_map")
         if not isinstance(shard_of, dict):
             raise ArtifactError(f"{artifact.root}: {name} has no weight_map; {RECOMPILE}")
         for shard in set(shard_of.values()):

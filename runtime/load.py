@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,13 +154,20 @@ def check_compiled_as(artifact: Artifact, options: LLMOptions) -> None:
             f"{artifact.root} was compiled with dtype {actual}, not {dtype}; leave dtype out or "
             f"compile the model again with --dtype {dtype}"
         )
-    quantization = artifact.manifest.quantization
-    if options.quantization is not None and options.quantization != quantization:
+    asked, recipe = options.quantization, artifact.manifest.quantization
+    if asked is not None and not _is_recipe(asked, recipe or "none"):
         raise InvalidRequest(
-            f"{artifact.root} was compiled with quantization {quantization}, not "
-            f"{options.quantization}; leave quantization out or compile the model again with"
-            f" --quant {options.quantization}"
+            f"{artifact.root} was compiled with quantization {recipe}, not {asked}; leave "
+            f"quantization out or compile the model again with --quant {asked}"
         )
+
+
+def _is_recipe(asked: str, recipe: str) -> bool:
+    """Whether this is what ``--quant`` was given: a recipe in a file goes by the file's stem, and
+    ``--quant-head`` adds ``, head ...`` to the name."""
+    path = Path(asked)
+    name = path.stem if path.suffix in (".yaml", ".yml") else asked
+    return name in (recipe, recipe.partition(", head ")[0])
 
 
 def _check_kv_cache(artifact: Artifact, options: LLMOptions) -> None:

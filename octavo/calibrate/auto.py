@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,9 @@ class AutoRecipe:
     def to_yaml(self) -> str:
         """As ``--quant FILE.yaml`` takes it, with what was measured beside each choice."""
         lines = [
-            f"# Chosen by --quant auto: {self.total_bytes / 1e9:.3f} GB of weights. Edit it, and",
-            "# give it to --quant. After each scheme: bytes, relative error of the product.",
+            f"# Chosen by --quant auto: {_gb(self.total_bytes)} GB of weights. Edit it, and",
+            "# give it to --quant. After each scheme: bytes, relative error of the product, of",
+            "# all siblings that are merged (Q, K and V; gate and up) together.",
         ]
         for choice in self.choices:
             lines += [
@@ -99,11 +101,16 @@ def _choose(candidates: list[list[Candidate]], fixed: int, budget: int) -> list[
     least = fixed + sum(min(c.num_bytes for c in each) for each in candidates)
     if least > budget:
         raise OctavoError(
-            f"--budget-gb {budget / 1e9:g} cannot be met: the least possible is {least / 1e9:.3f}"
-            f" GB, of which {fixed / 1e9:.3f} GB are weights that are not quantised (embeddings,"
-            " norms, the LM head)"
+            f"--budget-gb {budget / 1e9:g} cannot be met: the least possible is {_gb(least)} GB, of"
+            f" which {_gb(fixed)} GB are weights that are not quantised (embeddings, norms, the LM"
+            " head)"
         )
     return choose_under_budget(candidates, budget - fixed)
+
+
+def _gb(num_bytes: int) -> str:
+    """Rounded up, so that a budget of what is printed can be met."""
+    return f"{math.ceil(num_bytes / 1e3) / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
 def _candidates(measured: Sensitivity) -> list[Candidate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,16 +44,57 @@ class CalibrationRequest:
     calibration: Calibration = field(default_factory=lambda: Calibration("rtn"))
     budget_gb: float | None = None
 
-    def check(self, quant: str | None) -> None:
-        """Raise OctavoError for parts that do not go together."""
-        if (quant == AUTO) != (self.budget_gb is not None):
-            raise OctavoError("--quant auto and --budget-gb go together: one says what for")
-        if self.text is None and self.calibration.method != "rtn":
+    def check(
+        self, quant: str | None, *, quant_head: str | None = None, with_weights: bool = True
+    ) -> None:
+        """Raise OctavoError for parts that do not go together, and for a text that cannot be
+        read."""
+        method, is_auto = self.calibration.method, quant == AUTO
+        for is_wrong, reason in (
+            (
+                is_auto != (self.budget_gb is not None),
+                "--quant auto and --budget-gb go together: one says what for",
+            ),
+            (
+                self.budget_gb is not None and not 0 < self.budget_gb < math.inf,
+                f"--budget-gb {self.budget_gb}: expected gigabytes, a number above zero",
+            ),
+            (
+                is_auto and quant_head is not None,
+                "--quant auto leaves the LM head as it is: add the line"
+                f" `lm_head: {quant_head}` to the recipe that it writes, and compile with that",
+            ),
+            (
+                is_auto and not with_weights,
+                "--quant auto measures the weights: leave --no-weights out",
+            ),
+            (
+                self.text is None and method != "rtn",
+                f"--quant-method {method} needs text: give --calibration FILE",
+            ),
+            (
+                self.calibration.gptq.act_order and method != "gptq",
+                f"--act-order is of GPTQ, and codes are chosen by {method}: give --calibration FILE"
+                " without another --quant-method, or leave it out",
+            ),
+            (
+                self.text is not None and quant is None,
+                "--calibration without --quant: say what to quantise to",
+            ),
+        ):
+            if is_wrong:
+                raise OctavoError(reason)
+        self.read_text()
+
+    def read_text(self) -> str:
+        """The text, or the passage that comes with Octavo. Raises OctavoError."""
+        path = self.text or PASSAGE
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise OctavoError(
-                f"--quant-method {self.calibration.method} needs text: give --calibration FILE"
-            )
-        if self.text is not None and quant is None:
-            raise OctavoError("--calibration without --quant: say what to quantise to")
+                f"--calibration {path} cannot be read as UTF-8 text: {error}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -107,12 +149,7 @@ def _sequences(
     """Samples of the text, no longer than the model can take."""
     if tokenizer is None:
         raise OctavoError("the model has no tokenizer: no text can calibrate it")
-    path, options = request.text, request.calibration.samples
-    if path is None:
-        path, options = PASSAGE, _PASSAGE_SAMPLES
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OctavoError(f"--calibration {path} cannot be read as UTF-8 text: {error}") from None
+    options = _PASSAGE_SAMPLES if request.text is None else request.calibration.samples
     options = replace(options, length=min(options.length, max_position))
-    return sample_windows(tokenizer.encode(text, add_special_tokens=False), options)
+    ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
+    return sample_windows(ids, options)

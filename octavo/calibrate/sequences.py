@@ -12,7 +12,7 @@ from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.interpret import Result
 from octavo.ir.ops.paged import KVState
-from octavo.ir.types import DTYPES, KVType
+from octavo.ir.types import KVType
 
 BLOCK_SIZE = 16
 
@@ -73,26 +73,34 @@ def step_inputs(graph: Graph, sequences: Sequence[Sequence[int]]) -> dict[str, R
 
 
 def _empty_caches(kv: KVType, num_blocks: int) -> KVState:
-    def make(heads: int, dim: int) -> Tensor:
-        cache = torch.empty((num_blocks, BLOCK_SIZE, heads, dim), dtype=DTYPES[kv.dtype])
-        cache.untyped_storage().resize_(0)
-        return cache
+    """The caches of ``KVState.empty``, and scales if tokens have them, without their memory."""
+    with torch.device("meta"):
+        shapes = KVState.empty(kv, num_blocks, BLOCK_SIZE)
+    sides = (shapes.keys, shapes.values, shapes.key_scales, shapes.value_scales)
+    return KVState(*(tuple(_without_memory(tensor) for tensor in side) for side in sides))
 
-    return KVState(
-        tuple(make(slot.num_kv_heads, slot.head_dim) for slot in kv.slots),
-        tuple(make(slot.num_kv_heads, slot.v_head_dim) for slot in kv.slots),
-    )
+
+def _without_memory(shape: Tensor) -> Tensor:
+    tensor = torch.empty_like(shape, device="cpu")
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def hold_slot(state: KVState, slot: int) -> None:
-    """Give a slot's caches memory, if they have none: NaN, as nothing was written yet."""
-    for cache in (state.keys[slot], state.values[slot]):
+    """Give a slot's caches memory, if they have none: NaN, as nothing was written yet, or zeros
+    where integers cannot say that."""
+    for cache in _of_slot(state, slot):
         if not cache.untyped_storage().nbytes():
             cache.untyped_storage().resize_(cache.numel() * cache.itemsize)
-            cache.fill_(torch.nan)
+            cache.fill_(torch.nan if cache.is_floating_point() else 0)
 
 
 def free_slot(state: KVState, slot: int) -> None:
     """Take the memory of a slot's caches away: no attention reads them any more."""
-    for cache in (state.keys[slot], state.values[slot]):
+    for cache in _of_slot(state, slot):
         cache.untyped_storage().resize_(0)
+
+
+def _of_slot(state: KVState, slot: int) -> list[Tensor]:
+    sides = (state.keys, state.values, state.key_scales, state.value_scales)
+    return [side[slot] for side in sides if side]

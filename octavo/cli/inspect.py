@@ -127,7 +127,7 @@ def _print_loss(console: Console, directory: Path) -> None:
     loss = artifact.read_loss(directory)
     if loss is None:
         return
-    table = _table("Loss", "measure", "count")
+    table = _table("Loss", "measure", "value")
     for name, value in loss.items():
         table.add_row(name, value)
     console.print(table)
@@ -239,7 +239,7 @@ def _table(title: str, *columns: str) -> Table:
     """A plain table; columns of numbers are set to the right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.title = Text(f"\n{title}", style="bold")
-    numeric = {"#", "files", "bytes", "flops", "nodes", "rewrites", "missed", "count"}
+    numeric = {"#", "files", "bytes", "flops", "nodes", "rewrites", "missed", "count", "value"}
     numeric |= {"registers", "spilled", "shared"}
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")

@@ -89,6 +89,15 @@ def test_a_budget_leads_to_a_recipe_that_can_be_used_again(
         (("--quant", "int8", "--budget-gb", "1"), "--quant auto"),
         (("--calibration", TEXT), "say what to quantise to"),
         (("--quant", "auto", "--budget-gb", "0.00001"), "the least possible is"),
+        (("--quant", "auto", "--budget-gb", "nan"), "--budget-gb nan: expected gigabytes"),
+        (("--quant", "auto", "--budget-gb", "inf"), "--budget-gb inf: expected gigabytes"),
+        (("--quant", "auto", "--budget-gb", "0"), "--budget-gb 0.0: expected gigabytes"),
+        (
+            ("--quant", "auto", "--budget-gb", "1", "--quant-head", "int8"),
+            "add the line `lm_head: int8` to the recipe",
+        ),
+        (("--quant", "auto", "--budget-gb", "1", "--no-weights"), "leave --no-weights out"),
+        (("--quant", "int8", "--act-order"), "codes are chosen by rtn: give --calibration FILE"),
         (("--quant", "int8", "--calibration", "nowhere.txt"), "cannot be read"),
     ],
 )

@@ -183,6 +183,19 @@ def test_a_recipe_and_what_inspect_says_of_it(
         LLM(artifact, quantization="int8")
 
 
+def test_a_recipe_that_matches_nothing_is_said(
+    checkpoint: Path, tmp_path: Path, octavo_here: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, artifact = tmp_path / "other.yaml", tmp_path / "artifact"
+    recipe.write_text("'*.ffn.*': int8\n")
+    compile_model(
+        checkpoint, artifact, target="cpu", quant=recipe, with_weights=False, progress=False
+    )
+    assert "'*.ffn.*': no linear answers to this pattern of other" in caplog.messages
+    assert "nothing was quantised" in caplog.text
+    assert "*.ffn.*: no linear answers" in octavo_here("inspect", artifact).stdout
+
+
 def signs(
     graph: Graph,
     weights: WeightSource,
@@ -224,17 +237,22 @@ def test_a_calibration_gives_the_codes(
     assert torch.equal(codes, torch.cat(parts).sign().to(torch.int8))
 
 
-def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, quantization="int8", dtype="float32")
+@pytest.mark.parametrize("quantization", ["int8", "recipe.yaml"])
+def test_a_model_is_quantised_on_the_way(
+    quantization: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("'*.mlp.*': int8\n")
+    llm = LLM(checkpoint, quantization=quantization, dtype="float32")
     [first] = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=2))
     assert len(first.outputs[0].token_ids) == 2
-    assert llm.artifact.manifest.quantization == "int8"
+    assert llm.artifact.manifest.quantization == quantization.removesuffix(".yaml")
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"quant": "int5"}, "'int5' is no way to quantise: choose int4, .* nf4, balanced"),
+        ({"quant": "int5"}, "'int5' is no way to quantise: choose int4, .* nf4, .* balanced"),
         ({"quant": "int4-g16"}, "'int4-g16' is no way to quantise"),
         ({"quant": "absent.yaml"}, "absent.yaml cannot be read: .*No such file"),
         (
@@ -250,6 +268,12 @@ def test_a_model_is_quantised_on_the_way(checkpoint: Path) -> None:
             {"quant": "fp8", "target": "cuda:sm_90,sm_80"},
             "--quant fp8: cuda:sm_80 has no 8-bit floats",
         ),
+        (
+            {"quant": "int8", "quant_head": "fp8", "target": "cuda:sm_80"},
+            "--quant-head fp8: cuda:sm_80 has no 8-bit floats",
+        ),
+        ({"quant": "int4<1x0, bf16>"}, "at least one row and one column"),
+        ({"quant_head": "balanced"}, "'balanced' is no way to quantise: choose .*, or none"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -268,6 +292,8 @@ def test_what_cannot_be_done_is_refused(
         ("'*.mlp.*': int5\n", r"bad\.yaml: \*\.mlp\.\*: 'int5' is no way to quantise"),
         ("'*.mlp.*': 4\n", "expected a pattern and a scheme, got '.*': 4"),
         ("a: [b\n", "cannot be read: while parsing"),
+        ("a: int8\n'a': int4\n", "'a' stands there twice"),
+        ("a: balanced\n", "'balanced' is no way to quantise: choose .* int4<1x64, bf16>, or none"),
     ],
 )
 def test_a_recipe_that_is_none(text: str, reason: str, checkpoint: Path, tmp_path: Path) -> None:

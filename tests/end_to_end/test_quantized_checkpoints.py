@@ -110,6 +110,21 @@ def test_a_checkpoint_keeps_its_codes(name: str, scheme: str, tmp_path: Path) ->
     agrees_with_hugging_face(DATA / name, artifact, scheme)
 
 
+def test_a_recipe_for_what_is_quantised_already(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, options in {"kept": {}, "rounded": {"dequantize": True}}.items():
+        caplog.clear()
+        artifact = tmp_path / name
+        compile_model(
+            DATA / "gptq-4bit", artifact, target="cpu", quant="int8", progress=False, **options
+        )
+        [scheme] = Artifact.open(artifact).manifest.quant_schemes
+        is_kept = name == "kept"
+        assert scheme == ("int4<1x32, f16>" if is_kept else "int8<1x*, f32>")
+        assert ("int8 leaves 4 linears as they are" in caplog.text) == is_kept
+
+
 def test_a_checkpoint_read_as_numbers(tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     source = DATA / "gptq-4bit-act-order"

@@ -56,6 +56,20 @@ def test_vectors_are_no_matrices() -> None:
     assert matrix_keys(graph.value("@folded")) == ["model.layers.2.mlp.gate.weight"]
 
 
+def test_patterns_without_a_match_are_known() -> None:
+    every = [module for found in modules(parse_graph(MODEL)).values() for module in found]
+    rules = {
+        "*.q": INT4,
+        "first.*": None,
+        "*.q*": INT8,
+        "*.ffn.*": INT4,
+        "lm_*": INT8,
+        "lm_head": INT8,
+    }
+    # A pattern that an earlier one leaves nothing to has a match all the same.
+    assert Recipe("r", tuple(rules.items())).unmatched(every) == ["*.ffn.*", "lm_*"]
+
+
 @pytest.mark.parametrize(
     ("rules", "path", "scheme"),
     [

@@ -231,6 +231,7 @@ def test_weights_come_lazily_by_name(toy: Path) -> None:
         ({"weight_map": {"salt": "../program.py"}}, "does not list"),
         ({"weight_map": {"salt": "other.safetensors"}}, "does not list"),
         ({}, "no weight_map"),
+        ({"weight_map": {}, "shapes": {"salt": ["float32", [260]]}}, "compiled without weights"),
     ],
 )
 def test_an_index_that_leads_astray(toy: Path, index: dict[str, Any], message: str) -> None:

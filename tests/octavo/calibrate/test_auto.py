@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -80,8 +81,14 @@ def test_a_budget_that_cannot_be_met_is_refused(
     measured: tuple[TinyModel, list[Sensitivity]],
 ) -> None:
     model, _ = measured
-    with pytest.raises(OctavoError, match=r"--budget-gb 0\.0001 cannot be met: the least possible"):
+    said = r"--budget-gb 0\.0001 cannot be met: the least possible is (?P<gb>[\d.]+) GB"
+    with pytest.raises(OctavoError, match=said) as refused:
         choose_recipe(model.graph, model.weights, SEQUENCES, (INT4, INT8), 100_000)
+    least = re.search(said, str(refused.value))
+    assert least is not None
+    budget = int(float(least["gb"]) * 1e9)
+    auto = choose_recipe(model.graph, model.weights, SEQUENCES, (INT4, INT8), budget)
+    assert budget - 1000 <= auto.total_bytes <= budget
 
 
 def test_a_recipe_is_written_as_it_is_read(tmp_path: Path) -> None:
