@@ -30,11 +30,15 @@ class GPTQOptions:
     """``damping`` is added to the diagonal of the Hessian, as a share of its mean. ``act_order``
     rounds the columns of the largest inputs first; scales are then those of the weight as it came
     (static groups), so that nothing is permuted when the model runs. ``sweeps`` is how often codes
-    and scales are gone over again afterwards (refine.py)."""
+    and scales are gone over again afterwards (refine.py). ``follows_whole``: a matrix is first
+    moved to where its product with the inputs that it will have, those that quantised matrices
+    give, is nearest to the product that the whole model has in its place (asymmetric calibration,
+    Li et al. 2025, arXiv:2504.02692)."""
 
     damping: float = 0.01
     act_order: bool = False
     sweeps: int = 3
+    follows_whole: bool = True
 
 
 def gptq(
@@ -53,7 +57,7 @@ def gptq(
         raise OctavoError(
             f"GPTQ needs a finite Hessian of [{columns}, {columns}], got {list(hessian.shape)}"
         )
-    diagonal = _damped_diagonal(hessian, options.damping)
+    diagonal = damped_diagonal(hessian, options.damping)
     nearest = quantize(matrix, scheme, importance=diagonal.float())
     order = torch.arange(columns)
     if options.act_order:
@@ -72,7 +76,8 @@ def gptq(
     return refine(matrix, damped, made, options.sweeps)
 
 
-def _damped_diagonal(hessian: Tensor, damping: float) -> Tensor:
+def damped_diagonal(hessian: Tensor, damping: float) -> Tensor:
+    """The diagonal with so much of its mean added, ``f64[K]``."""
     diagonal = hessian.diagonal().double().clone()
     # An input that was always zero says nothing of its column: it stands for itself alone.
     diagonal[diagonal == 0] = 1.0
