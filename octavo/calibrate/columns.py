@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.ir.quant_scheme import QuantScheme
@@ -61,4 +61,5 @@ def one_group(scheme: QuantScheme) -> QuantScheme:
 
 def copied(matrix: QuantTensor) -> QuantTensor:
     """The same in tensors of its own."""
-    return replace(matrix, **{name: torch.clone(part) for name, part in matrix.parts()})
+    parts: dict[str, Any] = {name: part.clone() for name, part in matrix.parts()}
+    return replace(matrix, **parts)
