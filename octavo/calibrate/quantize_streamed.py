@@ -72,7 +72,11 @@ def quantize_streamed(
             made = quantize(matrix, scheme, importance=mean_square(run.values(x)))
         else:
             if x not in seen:  # siblings stand next to each other
-                seen = {x: _Inputs.of(run.values(x), whole and whole.values(x), options.damping)}
+                seen = {
+                    x: _Inputs.of(
+                        run.values(x), None if whole is None else whole.values(x), options.damping
+                    )
+                }
             made = gptq(seen[x].goal(matrix), seen[x].hessian, scheme, options)
         run.replace(weight, made.dequantize(matrix.dtype))
         yield weight.name, made
