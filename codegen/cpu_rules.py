@@ -76,11 +76,11 @@ def _quant_linear(node: Node, weight: QuantType) -> Rule:
 def _quant_embedding(node: Node) -> Rule | None:
     matrix = node.operand(1).type
     assert isinstance(matrix, QuantType), f"{node}: no quantised table"
-    template, layout = quant_kernel(matrix.scheme)
-    if template != "quant_linear_int8" or matrix.scheme.block[0] != 1:
+    scheme, (n, k) = matrix.scheme, matrix.shape
+    _, layout = quant_kernel(scheme)
+    if scheme.codes != "int8" or scheme.block[0] != 1 or not _is_plain(scheme):
         return None
-    n, k = matrix.shape
-    constants = (("k", k), ("n", n), ("scheme", matrix.scheme))
+    constants = (("k", k), ("n", n), ("scheme", scheme))
     return Rule(("out",), Kernel(node.op, constants, (k,), layouts=((1, layout),)))
 
 
@@ -91,6 +91,9 @@ def quant_kernel(scheme: QuantScheme) -> tuple[str, str]:
     is_int4 = scheme.codes in ("int4", "uint4") and scheme.block[0] == 1
     if is_int4 and scheme.block[1] in _INT4_GROUPS:
         return "quant_linear_int4", "nibbles"
+    is_grouped = scheme.codes == "int8" and scheme.block[0] == 1 and _is_plain(scheme)
+    if is_grouped and scheme.block[1] in _INT4_GROUPS:
+        return "quant_linear_int4", "plain"  # a code is two of 4 bits
     return DEQUANTIZED_AT_LOAD, "plain"
 
 

@@ -180,13 +180,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """The tensors of ``weights/``, opened shard by shard as they are asked for."""
+    """The tensors of ``weights/``, each in a mapping of its own file that it alone keeps.
+
+    So what is only read to be packed in another way is unmapped with its tensor, and its pages no
+    longer count as memory of the process.
+    """
 
     def __init__(self, artifact: Artifact, device: torch.device) -> None:
         self._root = artifact.root
         self._device = device
         self._shard_of = self._read_index(artifact)
-        self._shards: dict[str, Any] = {}
 
     @staticmethod
     def _read_index(artifact: Artifact) -> dict[str, str]:
@@ -213,9 +216,8 @@ class LazyWeights(Mapping[str, Tensor]):
         shard = self._shard_of[name]
         path = self._root / "weights" / shard
         try:
-            if shard not in self._shards:
-                self._shards[shard] = safe_open(path, framework="pt", device=str(self._device))
-            tensor: Tensor = self._shards[shard].get_tensor(name)
+            with safe_open(path, framework="pt", device=str(self._device)) as opened:
+                tensor: Tensor = opened.get_tensor(name)
         except SafetensorError as error:
             raise ArtifactError(f"{path}: {name} cannot be read: {error}; {RECOMPILE}") from None
         return tensor

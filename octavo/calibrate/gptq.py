@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.calibrate.columns import Columns, copied, one_group
+from octavo.calibrate.refine import refine
 from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
-from octavo.ir.quant_tensor import QuantTensor, quantize, round_to_sides
+from octavo.ir.quant_tensor import QuantTensor, quantize
 
 # Columns whose updates of the rest are gathered into one product.
 _COLUMNS = 128
@@ -27,35 +29,16 @@ _COLUMNS = 128
 class GPTQOptions:
     """``damping`` is added to the diagonal of the Hessian, as a share of its mean. ``act_order``
     rounds the columns of the largest inputs first; scales are then those of the weight as it came
-    (static groups), so that nothing is permuted when the model runs."""
+    (static groups), so that nothing is permuted when the model runs. ``sweeps`` is how often codes
+    and scales are gone over again afterwards (refine.py). ``follows_whole``: a matrix is first
+    moved to where its product with the inputs that it will have, those that quantised matrices
+    give, is nearest to the product that the whole model has in its place (asymmetric calibration,
+    Li et al. 2025, arXiv:2504.02692)."""
 
     damping: float = 0.01
     act_order: bool = False
-
-
-@dataclass
-class _Sides:
-    """Scales and so on of all blocks, f32 or the scheme's dtypes, filled as groups are reached."""
-
-    scheme: QuantScheme
-    made: QuantTensor
-    group: int
-
-    def set(self, start: int, part: QuantTensor) -> None:
-        for name, tensor in part.parts():
-            if name != "codes":
-                getattr(self.made, name)[:, start // self.group] = tensor[:, 0]
-
-    def column(self, index: int) -> tuple[Tensor | None, ...]:
-        """Scale, zero and offset of each row at a column."""
-        at = index // self.group
-        parts = (self.made.scales, self.made.zeros, self.made.offsets)
-        return tuple(None if part is None else self._by_row(part[:, at]) for part in parts)
-
-    def _by_row(self, side: Tensor) -> Tensor:
-        rows = self.made.shape[0]
-        up = self.scheme.block[0] or rows
-        return side if up == 1 else side.repeat_interleave(up)[:rows]
+    sweeps: int = 3
+    follows_whole: bool = True
 
 
 def gptq(
@@ -74,7 +57,7 @@ def gptq(
         raise OctavoError(
             f"GPTQ needs a finite Hessian of [{columns}, {columns}], got {list(hessian.shape)}"
         )
-    diagonal = _damped_diagonal(hessian, options.damping)
+    diagonal = damped_diagonal(hessian, options.damping)
     nearest = quantize(matrix, scheme, importance=diagonal.float())
     order = torch.arange(columns)
     if options.act_order:
@@ -84,10 +67,17 @@ def gptq(
     plain = (gaps @ factor).square().sum(1)
     _invert_upper(factor)
     made, costs = _rounded(matrix.double(), factor, nearest, order, options.act_order)
-    return _better(made, costs, nearest, plain)
+    del factor
+    made = _better(made, costs, nearest, plain)
+    if not options.sweeps:
+        return made
+    damped = hessian.double().clone()
+    damped.diagonal().copy_(diagonal)
+    return refine(matrix, damped, made, options.sweeps)
 
 
-def _damped_diagonal(hessian: Tensor, damping: float) -> Tensor:
+def damped_diagonal(hessian: Tensor, damping: float) -> Tensor:
+    """The diagonal with so much of its mean added, ``f64[K]``."""
     diagonal = hessian.diagonal().double().clone()
     # An input that was always zero says nothing of its column: it stands for itself alone.
     diagonal[diagonal == 0] = 1.0
@@ -134,9 +124,8 @@ def _rounded(
     group = scheme.block[1] or columns
     is_static = is_static or scheme.block[0] != 1 or group == columns
     width = _COLUMNS if is_static else max(1, _COLUMNS // group) * group
-    parts: dict[str, Any] = {name: part.clone() for name, part in start.parts()}
-    made = replace(start, **parts)
-    sides = _Sides(scheme, made, group)
+    made = copied(start)
+    sides = Columns(made)
     rest, costs = matrix[:, order].clone(), torch.zeros(rows, dtype=torch.float64)
     for first in range(0, columns, width):
         last = min(first + width, columns)
@@ -147,30 +136,14 @@ def _rounded(
             if not is_static and column % group == 0:
                 weights = local.diagonal()[i : i + group].float().pow(-2)
                 values = block[:, i : i + group].float()
-                sides.set(column, quantize(values, _one_group(scheme), importance=weights))
-            codes, value = _round_column(block[:, i], sides, int(order[column]))
-            made.codes[:, order[column]] = codes
+                part = quantize(values, one_group(scheme), importance=weights)
+                sides.set_sides(column // group, part)
+            value = sides.round(int(order[column]), block[:, i])
             errors[:, i] = (block[:, i] - value) / local[i, i]
             block[:, i:] -= errors[:, i : i + 1] * local[i, i:]
         rest[:, last:] -= errors @ factor[first:last, last:]
         costs += errors.square().sum(1)
     return made, costs
-
-
-def _one_group(scheme: QuantScheme) -> QuantScheme:
-    return replace(scheme, block=(1, None))
-
-
-def _round_column(values: Tensor, sides: _Sides, column: int) -> tuple[Tensor, Tensor]:
-    """Codes of a column, and the numbers that they stand for in f64."""
-    scale, zero, offset = sides.column(column)
-    assert scale is not None, "there are always scales"
-    codes = round_to_sides(values.float(), sides.scheme, scale, zero, offset)
-    # As a matrix of one column whose rows have scales of their own.
-    parts = [None if part is None else part[:, None] for part in (scale, zero, offset)]
-    assert parts[0] is not None, "there are always scales"
-    one = QuantTensor(_one_group(sides.scheme), codes[:, None], parts[0], parts[1], parts[2])
-    return codes, one.dequantize()[:, 0].double()
 
 
 def _better(made: QuantTensor, costs: Tensor, nearest: QuantTensor, plain: Tensor) -> QuantTensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.calibrate.gptq import GPTQOptions, gptq
+from octavo.calibrate.gptq import GPTQOptions, damped_diagonal, gptq
 from octavo.calibrate.streamed_run import StreamedRun
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.interpret import WeightCache, WeightSource
@@ -53,23 +54,60 @@ def quantize_streamed(
     """Quantise by GPTQ, or, for None, to nearest with each column weighed by its mean square input.
 
     ``graph`` is as quantize-linears finds it. Each matrix sees the inputs that the quantised ones
-    before it give. Yields them by name, in the order of the step.
+    before it give; GPTQ lets it come as near as it can to what the whole model has in its place.
+    Yields them by name, in the order of the step.
     """
     run = StreamedRun(graph, weights, sequences)
-    hessians: dict[Value, Tensor] = {}
+    whole = None
+    if options is not None and options.follows_whole:
+        whole = StreamedRun(graph, run.cache, sequences)
+    seen: dict[Value, _Inputs] = {}
     for linear, weight in first_linears(graph, schemes):
         x = linear.operand(0)
         run.advance(linear)
-        if options is not None and x not in hessians:
-            hessians = {x: hessian_of(run.values(x))}  # siblings stand next to each other
-        matrix = run.weight(weight)
+        if whole is not None:
+            whole.advance(linear)
+        matrix, scheme = run.weight(weight), schemes[weight.name]
         if options is None:
-            importance = mean_square(run.values(x))
-            made = quantize(matrix, schemes[weight.name], importance=importance)
+            made = quantize(matrix, scheme, importance=mean_square(run.values(x)))
         else:
-            made = gptq(matrix, hessians[x], schemes[weight.name], options)
+            if x not in seen:  # siblings stand next to each other
+                seen = {
+                    x: _Inputs.of(
+                        run.values(x), None if whole is None else whole.values(x), options.damping
+                    )
+                }
+            made = gptq(seen[x].goal(matrix), seen[x].hessian, scheme, options)
         run.replace(weight, made.dequantize(matrix.dtype))
         yield weight.name, made
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """``hessian`` is ``H = X^T X`` of the inputs that quantised matrices give. ``correction`` is
+    ``(Y - X)^T X H^-1`` for the inputs Y of the whole model, all ``f64[K, K]``."""
+
+    hessian: Tensor
+    correction: Tensor | None
+
+    @classmethod
+    def of(cls, xs: Iterator[Tensor], ys: Iterator[Tensor] | None, damping: float) -> _Inputs:
+        if ys is None:
+            return cls(hessian_of(xs), None)
+        hessian = drift = torch.zeros((), dtype=torch.float64)
+        for x, y in zip(xs, ys, strict=True):
+            rows, others = x.flatten(0, -2).float(), y.flatten(0, -2).float()
+            hessian = hessian + (rows.T @ rows).double()
+            drift = drift + (rows.T @ (others - rows)).double()
+        damped = hessian.clone()
+        damped.diagonal().copy_(damped_diagonal(hessian, damping))
+        return cls(hessian, torch.linalg.solve(damped, drift).T)
+
+    def goal(self, matrix: Tensor) -> Tensor:
+        """What gives with X what comes nearest to the whole matrix ``[N, K]`` with Y."""
+        if self.correction is None:
+            return matrix
+        return (matrix.double() @ self.correction).add_(matrix).float()
 
 
 def hessian_of(xs: Iterator[Tensor]) -> Tensor:

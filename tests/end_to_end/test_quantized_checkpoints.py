@@ -14,6 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from octavo.codegen.cpu_rules import quant_kernel
 from octavo.compile import compile_model
 from octavo.frontend.config import read_config
 from octavo.frontend.source import open_weights, resolve
@@ -87,7 +88,9 @@ def hf_logprobs(model: Any, ids: list[int]) -> Tensor:
 def agrees_with_hugging_face(source: Path, artifact: Path, scheme: str) -> None:
     """Log-probabilities of a greedy answer, within the noise of the narrowest type of a kernel."""
     exact = hf_model(source)
-    is_narrow = scheme.startswith(("int4", "uint4")) or QuantScheme.parse(scheme).x == "i8"
+    parsed = QuantScheme.parse(scheme)
+    # Groups of int8 are multiplied as two matrices of 4 bits, in bf16 as these are.
+    is_narrow = quant_kernel(parsed)[0] == "quant_linear_int4" or parsed.x == "i8"
     narrow = torch.bfloat16 if is_narrow else torch.float32
     params = SamplingParams(temperature=0, max_tokens=NEW, logprobs=5, ignore_eos=True)
     answer = LLM(artifact).generate([{"prompt_token_ids": PROMPT}], params)[0].outputs[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octavo.calibrate.calibrate import Calibration
+from octavo.calibrate.gptq import GPTQOptions
 from octavo.calibrate.plan import CalibrationRequest
 from octavo.compile import compile_model
 from octavo.evaluate.distributions import Loss, LossMeter
@@ -27,7 +28,7 @@ OPTIONS = WindowOptions(512, 512, 20_520)
 # Bounds of the increase of perplexity, and how codes are chosen.
 CASES = {
     "int8": (0.01, "rtn"),
-    "fp8": (0.01, "rtn"),
+    "fp8": (0.01, "gptq"),
     "int4-g32": (0.08, "gptq"),
 }
 
@@ -39,7 +40,7 @@ def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
     for quant, (_, method) in CASES.items():
         artifact = session_dir / f"smollm2-{quant}"
         text = None if method == "rtn" else CALIBRATION
-        request = CalibrationRequest(text, Calibration(method))
+        request = CalibrationRequest(text, Calibration(method, gptq=GPTQOptions(act_order=True)))
         compile_model(
             *(smollm2_gguf, artifact),
             dtype="float32",

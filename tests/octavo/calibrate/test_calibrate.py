@@ -105,7 +105,8 @@ def test_each_matrix_is_quantised_for_the_inputs_that_the_quantised_ones_give(
 ) -> None:
     model = TinyModel(traced, "llama", torch.float32)
     schemes = schemes_of(model.graph, EVERY_INT4)
-    made = dict(quantize_streamed(model.graph, model.weights, SEQUENCES, schemes, GPTQOptions()))
+    options = GPTQOptions(follows_whole=False)
+    made = dict(quantize_streamed(model.graph, model.weights, SEQUENCES, schemes, options))
     assert list(made) == list(schemes)
     assert len(made) == 8
     # The second layer's down projection, by a run with the matrices before it replaced by hand.
@@ -121,6 +122,32 @@ def test_each_matrix_is_quantised_for_the_inputs_that_the_quantised_ones_give(
     expected = gptq(weight, x.T @ x, schemes[name])
     assert (made[name].codes == expected.codes).double().mean() > 0.999
     torch.testing.assert_close(made[name].scales, expected.scales)
+
+
+def test_a_matrix_is_moved_to_what_the_whole_model_gives(traced: Traced) -> None:
+    """By least squares: ``|G X - W Y|^2 + damping |G - W|^2`` for the inputs Y of the whole."""
+    model = TinyModel(traced, "llama", torch.float32)
+    schemes = schemes_of(model.graph, EVERY_INT4)
+    made = dict(quantize_streamed(model.graph, model.weights, SEQUENCES, schemes, GPTQOptions()))
+    name = "layers.1.mlp.down_proj.weight"
+    (linear,) = model.graph.users(model.graph.value(f"@{name}"))
+    runs = [StreamedRun(model.graph, model.weights, SEQUENCES) for _ in range(2)]
+    for key, matrix in made.items():
+        if key != name:
+            runs[0].replace(model.graph.value(f"@{key}"), matrix.dequantize())
+    for run in runs:
+        run.advance(linear)
+    x, y = (torch.cat(list(run.values(linear.operand(0)))).double() for run in runs)
+    weight, hessian = runs[0].weight(linear.operand(1)), x.T @ x
+    share = (0.01 * hessian.diagonal().mean()).sqrt() * torch.eye(len(hessian)).double()
+    whole = weight.double()
+    goal = torch.linalg.lstsq(
+        torch.cat([x, share]), torch.cat([y @ whole.T, share @ whole.T])
+    ).solution.T
+    assert float((goal - whole).norm()) > 0.01 * float(whole.norm())
+    expected = gptq(goal.float(), hessian, schemes[name])
+    assert (made[name].codes == expected.codes).double().mean() > 0.99
+    torch.testing.assert_close(made[name].scales, expected.scales, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -5,6 +5,11 @@ The weights are dequantised here, from the formula of docs/quantization.md.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +36,8 @@ SCHEMES = {
     "uint4<1x32, f16, zero=u8>": SHIFTED,
     "uint4<1x32, f16, offset=f16>": SHIFTED,
     "uint4<1x32, f16>": SHIFTED,
-    "int8<1x32, f16>": EXACT,
+    "int8<1x32, f16>": ROUNDED,
+    "int8<1x16, f16>": EXACT,
     "int6<1x16, f16>": EXACT,
     "uint5<1x32, f16, offset=f16>": EXACT,
     "uint8<1x32, f16, zero=u8>": EXACT,
@@ -122,7 +128,7 @@ def test_any_k_where_a_row_has_one_scale(scheme: str, k: int, rows: int) -> None
     check(run(matrix, x), x, matrix, None, SCHEMES[scheme])
 
 
-@pytest.mark.parametrize("scheme", ["int8<1x*, f32>", "int4<1x32, f32>"])
+@pytest.mark.parametrize("scheme", ["int8<1x*, f32>", "int4<1x32, f32>", "int8<1x32, f16>"])
 def test_many_rows_of_a_large_weight_come_in_pieces(scheme: str) -> None:
     matrix, x = sample(scheme, 2500, 1024, 50)
     check(run(matrix, x), x, matrix, None, SCHEMES[scheme])
@@ -150,15 +156,35 @@ def test_inputs_of_three_dims() -> None:
         assert torch.equal(run(matrix, x.view(2, 3, 64)).view(6, 48), run(matrix, x))
 
 
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_packed_codes_are_found_again_on_every_processor(tmp_path: Path, capability: str) -> None:
+    matrix, x = sample("uint4<1x32, f16, offset=f16>", 100, 64, 40)
+    constants = {"k": 64, "n": 100, "dtype": "f32", "scheme": matrix.scheme, "has_bias": False}
+    text = render_kernel("cpu/quant_linear_int4.py.j2", "linear", constants)
+    (tmp_path / "kernel.py").write_text(text, "utf-8")
+    parts = find_layout("nibbles").pack(matrix)
+    torch.save([x, *parts.values()], tmp_path / "given.pt")
+    code = (
+        "import kernel, torch; x, *parts = torch.load('given.pt'); weight = kernel.prepare(*parts);"
+        "torch.save(kernel.run(x, weight, out=torch.empty(40, 100)), 'got.pt')"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    run_python = [sys.executable, "-c", code]
+    subprocess.run(run_python, cwd=tmp_path, env=environment, check=True)
+    scheme = str(matrix.scheme)
+    check(torch.load(tmp_path / "got.pt"), x, matrix, None, SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("scheme", ["int8<1x*, f32>", "int8<1x32, f16>"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_rows_of_a_quantised_table(dtype: str) -> None:
-    matrix, _ = sample("int8<1x*, f32>", 50, 40, 1)
+def test_rows_of_a_quantised_table(scheme: str, dtype: str) -> None:
+    matrix, _ = sample(scheme, 50, 96, 1)
     text = render_kernel(
         "cpu/quant_embedding.py.j2",
         "quant_embedding",
-        {"k": 40, "n": 50, "scheme": matrix.scheme},
+        {"k": 96, "n": 50, "scheme": matrix.scheme},
     )
     ids = torch.tensor([49, 0, 7, 7])
-    out = torch.empty(4, 40, dtype=DTYPES[dtype])
+    out = torch.empty(4, 96, dtype=DTYPES[dtype])
     imported("quant_embedding", text).run(ids, matrix.codes, matrix.scales, out=out)
     assert torch.equal(out, dense(matrix)[ids].float().to(out.dtype))
