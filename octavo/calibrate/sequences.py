@@ -78,8 +78,8 @@ def step_inputs(graph: Graph, sequences: Sequence[Sequence[int]]) -> dict[str, R
 
 
 def _num_groups(graph: Graph) -> int:
-    """Groups of layers with block tables of their own (passes/block_groups.py); of one the inputs have
-    no such dimension."""
+    """Groups of layers with block tables of their own (passes/block_groups.py); one has no
+    dimension in the inputs."""
     for value in graph.inputs:
         if value.name == "slot_mapping" and isinstance(value.shape[0], int):
             return value.shape[0]
