@@ -49,42 +49,32 @@ class CalibrationRequest:
     ) -> None:
         """Raise OctavoError for parts that do not go together, and for a text that cannot be
         read."""
-        method, is_auto = self.calibration.method, quant == AUTO
-        for is_wrong, reason in (
-            (
-                is_auto != (self.budget_gb is not None),
-                "--quant auto and --budget-gb go together: one says what for",
-            ),
-            (
-                self.budget_gb is not None and not 0 < self.budget_gb < math.inf,
-                f"--budget-gb {self.budget_gb}: expected gigabytes, a number above zero",
-            ),
-            (
-                is_auto and quant_head is not None,
-                "--quant auto leaves the LM head as it is: add the line"
-                f" `lm_head: {quant_head}` to the recipe that it writes, and compile with that",
-            ),
-            (
-                is_auto and not with_weights,
-                "--quant auto measures the weights: leave --no-weights out",
-            ),
-            (
-                self.text is None and method != "rtn",
-                f"--quant-method {method} needs text: give --calibration FILE",
-            ),
-            (
-                self.calibration.gptq.act_order and method != "gptq",
+        self._check_budget(quant == AUTO, quant_head, with_weights)
+        method = self.calibration.method
+        if self.text is None and method != "rtn":
+            raise OctavoError(f"--quant-method {method} needs text: give --calibration FILE")
+        if self.calibration.gptq.act_order and method != "gptq":
+            raise OctavoError(
                 f"--act-order is of GPTQ, and codes are chosen by {method}: give --calibration FILE"
-                " without another --quant-method, or leave it out",
-            ),
-            (
-                self.text is not None and quant is None,
-                "--calibration without --quant: say what to quantise to",
-            ),
-        ):
-            if is_wrong:
-                raise OctavoError(reason)
+                " without another --quant-method, or leave it out"
+            )
+        if self.text is not None and quant is None:
+            raise OctavoError("--calibration without --quant: say what to quantise to")
         self.read_text()
+
+    def _check_budget(self, is_auto: bool, quant_head: str | None, with_weights: bool) -> None:
+        budget = self.budget_gb
+        if is_auto != (budget is not None):
+            raise OctavoError("--quant auto and --budget-gb go together: one says what for")
+        if budget is not None and not 0 < budget < math.inf:
+            raise OctavoError(f"--budget-gb {budget}: expected gigabytes, a number above zero")
+        if is_auto and quant_head is not None:
+            raise OctavoError(
+                "--quant auto leaves the LM head as it is: add the line"
+                f" `lm_head: {quant_head}` to the recipe that it writes, and compile with that"
+            )
+        if is_auto and not with_weights:
+            raise OctavoError("--quant auto measures the weights: leave --no-weights out")
 
     def read_text(self) -> str:
         """The text, or the passage that comes with Octavo. Raises OctavoError."""

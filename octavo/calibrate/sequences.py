@@ -54,10 +54,15 @@ def step_inputs(graph: Graph, sequences: Sequence[Sequence[int]]) -> dict[str, R
         table[row, :count] = torch.arange(block, block + count)
         slots.append(block * BLOCK_SIZE + torch.arange(length))
         block += count
+    groups = _num_groups(graph)
+    mapping = torch.cat(slots)
+    if groups > 1:  # each in blocks of its own, as layers of several groups may share caches
+        table = torch.stack([table + group * block for group in range(groups)])
+        mapping = torch.stack([mapping + group * block * BLOCK_SIZE for group in range(groups)])
     given: dict[str, Result] = {
         "ids": torch.tensor([token for ids in sequences for token in ids]),
         "positions": torch.cat([torch.arange(length) for length in lengths]),
-        "slot_mapping": torch.cat(slots),
+        "slot_mapping": mapping,
         "block_table": table,
         "query_start": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int(),
         "seq_lens": torch.tensor(lengths, dtype=torch.int32),
@@ -66,10 +71,19 @@ def step_inputs(graph: Graph, sequences: Sequence[Sequence[int]]) -> dict[str, R
     inputs: dict[str, Result] = {}
     for value in graph.inputs:
         if isinstance(value.type, KVType):
-            inputs[value.name] = _empty_caches(value.type, block)
+            inputs[value.name] = _empty_caches(value.type, groups * block)
         else:
             inputs[value.name] = given[value.name]
     return inputs
+
+
+def _num_groups(graph: Graph) -> int:
+    """Groups of layers with block tables of their own (passes/block_groups.py); one has no
+    dimension in the inputs."""
+    for value in graph.inputs:
+        if value.name == "slot_mapping" and isinstance(value.shape[0], int):
+            return value.shape[0]
+    return 1
 
 
 def _empty_caches(kv: KVType, num_blocks: int) -> KVState:
