@@ -29,7 +29,7 @@ from octavo.ir.graph import Graph
 from octavo.ir.manifest import num_groups
 from octavo.ir.types import DTYPES, KVType
 from octavo.passes.pipeline import run_pipeline
-from octavo.runtime.kv_cache import KVCachePlan, allocate_kv_caches
+from octavo.runtime.kv_cache import KVCachePlan, KVFormat, allocate_kv_caches
 
 pytest.importorskip("triton")
 
@@ -110,7 +110,7 @@ def _program(graph: Graph, model: Any, directory: Path) -> Any:
     kv = next(value.type for value in graph.inputs if isinstance(value.type, KVType))
     slots = kv_slots(graph)
     plan = KVCachePlan(num_groups(slots) * NUM_BLOCKS, BLOCK_SIZE, 0)
-    caches = allocate_kv_caches(slots, plan, DTYPES[kv.dtype], torch.device("cpu"))
+    caches = allocate_kv_caches(slots, plan, KVFormat(DTYPES[kv.dtype]), torch.device("cpu"))
     for cache in (cache for pair in caches for cache in pair):
         cache.fill_(torch.nan)
     program = module.Program(weights, caches, max_num_tokens=32, max_num_seqs=32)

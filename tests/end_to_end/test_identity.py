@@ -22,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from octavo.compile import compile_model
+from octavo.runtime.artifact import read_manifest
+from octavo.runtime.block_groups import BlockGroup, block_groups, most_blocks
 from octavo.runtime.llm import LLM
 from octavo.runtime.outputs import RequestOutput
 from octavo.runtime.prompts import Prompt
@@ -60,6 +62,18 @@ class Case:
     requests: list[Asked]
     reference: RequestReference
     least_decided: float
+
+    @property
+    def has_windows(self) -> bool:
+        return not all(group.is_full for group in self._groups)
+
+    @property
+    def _groups(self) -> tuple[BlockGroup, ...]:
+        return block_groups(read_manifest(self.artifact).kv_slots)
+
+    def blocks_of_longest(self, step_tokens: int) -> int:
+        """Blocks that the longest request needs, computed in steps of so many tokens."""
+        return most_blocks(self._groups, LONGEST, step_tokens, BLOCK_SIZE)
 
     def load(self, **options: Any) -> LLM:
         return LLM(self.artifact, **{**OPTIONS, **options})
@@ -180,7 +194,12 @@ def in_chunks_of_64(case: Case) -> list[RequestOutput]:
 
 def in_a_small_pool(case: Case) -> list[RequestOutput]:
     """Blocks are shared, evicted and taken from those who run."""
-    llm = case.load(num_gpu_blocks_override=LONGEST // BLOCK_SIZE + 3)
+    # In short chunks a window holds few blocks, so that whole contexts fill the pool.
+    chunk = 16 if case.has_windows else 0
+    llm = case.load(
+        num_gpu_blocks_override=case.blocks_of_longest(chunk or LONGEST) + 2,
+        long_prefill_token_threshold=chunk,
+    )
     outputs = generate(llm, case.requests)
     stats = llm.stats()
     assert stats.num_preemptions > 0, "the pool was not small enough to prove anything"
@@ -194,7 +213,7 @@ def each_preempted(case: Case) -> list[RequestOutput]:
     llm = case.load(
         scheduling_policy="priority",
         ageing_ms=1e9,  # on a slow machine the last to be scheduled would age beyond the filler
-        num_gpu_blocks_override=-(-LONGEST // BLOCK_SIZE),
+        num_gpu_blocks_override=case.blocks_of_longest(LONGEST),
         enable_prefix_caching=False,
     )
     engine = llm.engine

@@ -182,6 +182,7 @@ class _Views:
 
     def __init__(self, case: PagedCase) -> None:
         self.keys, self.values = (case.keys,), (case.values,)
+        self.key_scales = self.value_scales = ()
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
