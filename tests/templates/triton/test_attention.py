@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ir.ops.attention import allowed_pairs
 from octavo.ir.ops.fused import rotary_paged_attention
-from octavo.ir.ops.paged import kv_write, paged_attention, rotary_kv_write
+from octavo.ir.ops.paged import KVState, kv_write, paged_attention, rotary_kv_write
 from octavo.ir.ops.rotary import rotary
 from octavo.runtime.kernel import Workspace
 from tests.rendered_kernel import rendered
@@ -152,11 +152,11 @@ def test_attention_to_what_is_written_already(step: list[tuple[int, int]], has_s
     q, k, v = case.new()
     sinks = torch.randn(4) if has_sinks else None
     kv_write.evaluate(
-        _Views(case),
+        KVState((case.keys,), (case.values,)),
         k,
         v,
         case.slot_mapping,
-        slot=0,  # type: ignore[arg-type]
+        slot=0,
     )
     want = paged_attention.evaluate(
         q.double(),
@@ -177,21 +177,13 @@ def test_attention_to_what_is_written_already(step: list[tuple[int, int]], has_s
     check(out, want, "attention")
 
 
-class _Views:
-    """The case's own caches as a state that is written in place."""
-
-    def __init__(self, case: PagedCase) -> None:
-        self.keys, self.values = (case.keys,), (case.values,)
-        self.key_scales = self.value_scales = ()
-
-
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_alibi(step: list[tuple[int, int]]) -> None:
     """Against the formula of Press et al. 2022, written out."""
     case = PagedCase(step, heads=4, kv_heads=4)
     q, k, v = case.new()
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    kv_write.evaluate(_Views(case), k, v, case.slot_mapping, slot=0)  # type: ignore[arg-type]
+    kv_write.evaluate(KVState((case.keys,), (case.values,)), k, v, case.slot_mapping, slot=0)
     module = rendered("paged_attention", {**case.constants(), "has_alibi": True})
     out = torch.full((len(q), 4, 16), torch.nan)
     flat = case.keys.flatten(0, 1), case.values.flatten(0, 1)
