@@ -464,7 +464,8 @@ def test_through_async_llm(shared_toy: Path) -> None:
                 *texts, _ = await asyncio.gather(*(text(engine) for _ in range(9)), leave(engine))
                 assert texts == [expected.text] * 9
             assert engine.stats().result_cache_hits >= 10
-            assert engine.num_requests == 0
+            while engine.num_requests:  # who left is taken out between two steps
+                await asyncio.sleep(0.01)
         finally:
             engine.shutdown()
 
