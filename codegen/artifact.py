@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -149,6 +149,14 @@ class ArtifactWriter:
         self.is_finished = True
         return manifest
 
+    def add_text(self, manifest: Manifest, path: str, text: str) -> Manifest:
+        """Write one more text file of a finished artifact, and its manifest with it: what was
+        hashed is not read again."""
+        self.write_text(path, text)
+        manifest = replace(manifest, files=manifest.files | {path: _entry(self.directory, path)})
+        self.write_text("manifest.json", manifest.to_json())
+        return manifest
+
     def _check_output(self) -> None:
         output = self.output
         if not os.path.lexists(output):
@@ -246,8 +254,13 @@ def list_files(
         name = path.relative_to(directory).as_posix()
         is_listed = path.is_file() and name != "manifest.json" and "__pycache__" not in path.parts
         if is_listed and is_wanted(name):
-            found[name] = FileEntry(path.stat().st_size, _sha256(path), _role(name))
+            found[name] = _entry(directory, name)
     return found
+
+
+def _entry(directory: Path, name: str) -> FileEntry:
+    path = directory / name
+    return FileEntry(path.stat().st_size, _sha256(path), _role(name))
 
 
 def _is_code(name: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import octavo
+from octavo.calibrate.auto import AutoRecipe
 from octavo.calibrate.plan import (
     AUTO,
     AUTO_SCHEMES,
@@ -164,12 +165,16 @@ def compile_model(
             dequantize,
             kv,
         )
-        manifest = _build(job)
+        manifest, auto = _build(job)
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
                 tune_artifact(writer.directory, seconds=tune_seconds)
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
+    if (
+        auto is not None
+    ):  # not before the artifact is in its place: a compile that fails leaves none
+        recipe_path(Path(output)).write_text(auto.to_yaml(), "utf-8")
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)
 
 
@@ -204,7 +209,8 @@ def _explained_memory() -> Iterator[None]:
         ) from error
 
 
-def _build(job: _Job) -> Manifest:
+def _build(job: _Job) -> tuple[Manifest, AutoRecipe | None]:
+    """Write the artifact; returns its manifest, and the recipe that a budget led to."""
     phases = job.phases
     with phases("trace"):
         imported = import_model(job.source.config, job.dtype)
@@ -258,11 +264,10 @@ def _build(job: _Job) -> Manifest:
     manifest = job.writer.finish(**fields)
     with phases("check the program"):
         _check(job, manifest)
-    if generated.layouts and _measured_loss(job):
-        manifest = job.writer.finish(**fields)
-    if planned.auto is not None:
-        recipe_path(job.writer.output).write_text(planned.auto.to_yaml(), "utf-8")
-    return manifest
+    loss = _measured_loss(job) if generated.layouts else None
+    if loss is not None:
+        manifest = job.writer.add_text(manifest, LOSS_FILE, loss)
+    return manifest, planned.auto
 
 
 def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) -> Planned:
@@ -384,16 +389,13 @@ def _check(job: _Job, manifest: Manifest) -> None:
     check_golden(Artifact.open(job.writer.directory))
 
 
-def _measured_loss(job: _Job) -> bool:
-    """Write what quantising costs into the artifact, where there is a device and a text for it."""
+def _measured_loss(job: _Job) -> str | None:
+    """What quantising costs, as tests/loss.json says it, where there is a device and a text."""
     can_run = job.targets.main.kind == "cpu" or torch.cuda.is_available()
     if not (job.with_weights and can_run and job.loss_tokens) or job.source.kind == "random":
-        return False
+        return None
     with job.phases("measure the loss"):
-        text = measure_loss(job.writer.directory, job.source, job.loss_tokens)
-    if text is not None:
-        job.writer.write_text(LOSS_FILE, text)
-    return text is not None
+        return measure_loss(job.writer.directory, job.source, job.loss_tokens)
 
 
 def recipe_path(output: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from octavo.codegen.artifact import ArtifactWriter
+from octavo.codegen.artifact import ArtifactWriter, list_files
 from octavo.codegen.generate import generate
 from octavo.codegen.target import resolve_target
 from octavo.ir.errors import OctavoError
@@ -58,6 +58,18 @@ def test_finished_artifact_lists_its_files(tmp_path: Path) -> None:
         "plan",
     }
     assert listing(tmp_path)[0] == "out", "nothing is left beside it"
+
+
+def test_a_file_added_at_the_end_is_listed_as_the_others_are(tmp_path: Path) -> None:
+    graph = llama(layers=2)
+    with ArtifactWriter(tmp_path / "out") as writer:
+        writer.begin()
+        generated = generate(graph, resolve_target("cpu"), writer.directory, RandomSource(graph))
+        before = writer.finish(kv_slots=generated.kv_slots, **FIELDS)
+        after = writer.add_text(before, "tests/loss.json", "{}\n")
+    assert after.files == list_files(tmp_path / "out")
+    assert after.artifact_id == before.artifact_id
+    assert Manifest.from_json((tmp_path / "out" / "manifest.json").read_text("utf-8")) == after
 
 
 def test_same_input_gives_the_same_artifact(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 import yaml
 from command_line import Command, assert_refused
 
+from octavo.calibrate.plan import CalibrationRequest
+from octavo.codegen.artifact import ArtifactWriter
+from octavo.compile import compile_model
 from octavo.evaluate.evaluate import evaluate
 from octavo.evaluate.windows import WindowOptions
+from octavo.ir.errors import OctavoError
 from octavo.ir.manifest import Manifest
 
 TEXT = Path(__file__).parents[1] / "data" / "as_you_like_it.txt"
@@ -79,6 +84,26 @@ def test_a_budget_leads_to_a_recipe_that_can_be_used_again(
         assert sum(stored) < 0.75 * whole  # with tables of positions, and names
     sizes = [_manifest(path).files["weights/00001.safetensors"] for path in (artifact, again)]
     assert sizes[0] == sizes[1]
+
+
+def test_a_recipe_is_written_for_a_finished_artifact_only(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(self: ArtifactWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArtifactWriter, "_move_into_place", full_disk)
+    with pytest.raises(OctavoError, match="no space left"):
+        compile_model(
+            tiny_checkpoint,
+            tmp_path / "auto",
+            target="cpu",
+            quant="auto",
+            calibration=CalibrationRequest(budget_gb=1.0),
+            loss_tokens=0,
+            progress=False,
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
