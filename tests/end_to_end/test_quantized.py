@@ -34,6 +34,7 @@ from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import InvalidRequest
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.self_check import check_golden
+from tests.dense_matrix import dense
 from tests.end_to_end.test_quantized_kv import ROUNDS, Compiled, RoundedReference, generate
 from tests.runtime.toy_artifact import byte_tokenizer
 
@@ -70,22 +71,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
-
-
-def dense(matrix: QuantTensor) -> Tensor:
-    """``(code - zero) * scale + offset`` in float64."""
-    scheme, (n, k) = matrix.scheme, matrix.shape
-    table = scheme.format.table
-    values = torch.tensor(table)[matrix.codes.long()].double() if table else matrix.codes.double()
-    up, across = scheme.block[0] or n, scheme.block[1] or k
-
-    def wide(sides: Tensor) -> Tensor:
-        return sides.double()[torch.arange(n) // up][:, torch.arange(k) // across]
-
-    if matrix.zeros is not None:
-        values = values - wide(matrix.zeros)
-    values = values * wide(matrix.scales)
-    return values if matrix.offsets is None else values + wide(matrix.offsets)
 
 
 def quantized_state(artifact: Path, scheme: QuantScheme, state: dict[str, Tensor]) -> None:

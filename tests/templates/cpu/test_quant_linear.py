@@ -20,6 +20,7 @@ from octavo.codegen.render import render_kernel
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor, quantize
 from octavo.ir.types import DTYPES
+from tests.dense_matrix import dense
 from tests.rendered_kernel import imported
 
 # How far the largest difference may be from the largest result: exact sums of f32, and of bf16.
@@ -49,22 +50,6 @@ SCHEMES = {
     "nf4<1x64, f32>": EXACT,
 }
 ANY_K = ("int8<1x*, f32>", "int8<*x*, f32>", "f8e4m3<1x*, f32, x=f8e4m3>", "f8e4m3<*x*, f32>")
-
-
-def dense(matrix: QuantTensor) -> Tensor:
-    """``(code - zero) * scale + offset`` in float64."""
-    scheme, (n, k) = matrix.scheme, matrix.shape
-    table = scheme.format.table
-    values = torch.tensor(table)[matrix.codes.long()].double() if table else matrix.codes.double()
-    up, across = scheme.block[0] or n, scheme.block[1] or k
-
-    def wide(sides: Tensor) -> Tensor:
-        return sides.double()[torch.arange(n) // up][:, torch.arange(k) // across]
-
-    if matrix.zeros is not None:
-        values = values - wide(matrix.zeros)
-    values = values * wide(matrix.scales)
-    return values if matrix.offsets is None else values + wide(matrix.offsets)
 
 
 def run(matrix: QuantTensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

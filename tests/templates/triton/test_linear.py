@@ -9,35 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ir.ops.elementwise import ACTIVATIONS
 from octavo.ir.types import DTYPES
 from octavo.runtime.kernel import Workspace, recording
+from tests.linear_kernels import PLAIN, check_sumsq, product, sumsq, workspace_on
+from tests.linear_kernels import VARIANTS as AROUND
 from tests.rendered_kernel import rendered
 from tests.tolerances import LINEAR_KERNEL, distance
 
 ROWS = (1, 2, 5, 17, 64, 65, 123)
-PLAIN: dict[str, Any] = {
-    "dtype": "bf16",
-    "out_dtype": "bf16",
-    "has_bias": False,
-    "norm_eps": None,
-    "activation": None,
-    "softcap": None,
-    "has_residual": False,
-    "takes_sumsq": False,
-    "emit_sumsq": False,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bias": {"has_bias": True},
-    "norm": {"norm_eps": 1e-5},
-    "sumsq": {"norm_eps": 1e-5, "takes_sumsq": True, "has_bias": True},
-    "residual": {"has_residual": True},
-    "emit": {"has_residual": True, "emit_sumsq": True, "has_bias": True},
-    "gated": {"norm_eps": 1e-5, "takes_sumsq": True, "activation": "silu"},
+    **AROUND,
     "gated with bias": {"activation": "gelu_tanh", "has_bias": True, "norm_eps": 1e-6},
     "softcap": {"softcap": 5.0},
     "all": {
@@ -47,20 +32,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "softcap": 5.0,
         "has_residual": True,
     },
-    "capped residual": {"softcap": 5.0, "has_residual": True, "has_bias": True},
 }
 
 
 @cache
 def _module(k: int, n: int, **more: Any) -> ModuleType:
     return rendered("linear", {"k": k, "n": n} | PLAIN | more)
-
-
-@cache
-def _workspace(device: torch.device) -> Workspace:
-    workspace = Workspace.allocate(device)
-    workspace.scratch.fill_(torch.nan)
-    return workspace
 
 
 @dataclass(frozen=True)
@@ -76,15 +53,12 @@ class Case:
         """Run it, and compare the result, the sums of squares and the counters."""
         constants = self.module.CONSTANTS
         out = self.buffers["out"]
-        rows = out.shape[0]
-        workspace = _workspace(out.device)
+        workspace = workspace_on(out.device)
         got = self.module.run(**self.operands, **self.buffers, workspace=workspace)
         assert got is out
         assert distance(out, self.want) <= LINEAR_KERNEL[out.dtype]
-        if constants["emit_sumsq"] and 2 <= rows <= 64:
-            assert distance(self.buffers["sumsq_out"], _sumsq(out)) <= LINEAR_KERNEL[torch.float32]
-        elif constants["emit_sumsq"]:
-            assert self.buffers["sumsq_out"].isnan().all()
+        if constants["emit_sumsq"]:
+            check_sumsq(out, self.buffers["sumsq_out"])
         assert not workspace.counters.any()
 
 
@@ -112,7 +86,7 @@ def _case(
         out = operands["residual"]
     if constants["takes_sumsq"]:
         unread = torch.full((rows, k // 64), torch.nan)
-        operands["sumsq"] = _sumsq(x).float() if 2 <= rows <= 64 else unread
+        operands["sumsq"] = sumsq(x).float() if 2 <= rows <= 64 else unread
     return Case(module, operands, _buffers(constants, rows, out), want)
 
 
@@ -138,17 +112,7 @@ def _expected(
     x = x.double()
     if constants["norm_eps"] is not None:
         x = x / (x.pow(2).mean(-1, keepdim=True) + constants["norm_eps"]).sqrt()
-    y = F.linear(x, weight.double(), None if bias is None else bias.double())
-    if constants["activation"]:
-        gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[constants["activation"]](gate) * up
-    if constants["softcap"] is not None:
-        y = constants["softcap"] * torch.tanh(y / constants["softcap"])
-    return y if residual is None else y + residual.double()
-
-
-def _sumsq(x: Tensor) -> Tensor:
-    return x.double().square().reshape(len(x), -1, 64).sum(-1)
+    return product(constants, x, weight.double(), bias, residual)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -242,7 +206,7 @@ def test_a_batch_of_rows_is_flat() -> None:
     module = _module(64, 96, **VARIANTS["norm"])
     x, weight = torch.randn(2, 3, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     out, normed = torch.empty(2, 3, 96).bfloat16(), torch.empty(2, 3, 64).bfloat16()
-    got = module.run(x, weight, out=out, normed=normed, workspace=_workspace(out.device))
+    got = module.run(x, weight, out=out, normed=normed, workspace=workspace_on(out.device))
     assert got is out
     assert distance(out, _expected(module.CONSTANTS, x, weight)) <= LINEAR_KERNEL[out.dtype]
 

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from octavo.codegen.quant_layouts import find_layout
 from octavo.codegen.triton_layouts import TritonLayout
-from octavo.ir.ops.elementwise import ACTIVATIONS
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor, quantize
 from octavo.ir.types import DTYPES
 from octavo.runtime.kernel import Workspace, recording
+from tests.linear_kernels import PLAIN, check_sumsq, product, sumsq, workspace_on
+from tests.linear_kernels import VARIANTS as AROUND
 from tests.rendered_kernel import rendered
 from tests.tolerances import LINEAR_KERNEL, distance
 
@@ -47,24 +48,8 @@ SCHEMES = [
     "int6<1x16, f32>",
     "uint5<1x32, f32, offset=f32>",
 ]
-PLAIN: dict[str, Any] = {
-    "dtype": "bf16",
-    "out_dtype": "bf16",
-    "has_bias": False,
-    "norm_eps": None,
-    "activation": None,
-    "softcap": None,
-    "has_residual": False,
-    "takes_sumsq": False,
-    "emit_sumsq": False,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bias": {"has_bias": True},
-    "norm": {"norm_eps": 1e-5},
-    "sumsq": {"norm_eps": 1e-5, "takes_sumsq": True, "has_bias": True},
-    "residual": {"has_residual": True},
-    "emit": {"has_residual": True, "emit_sumsq": True, "has_bias": True},
-    "gated": {"norm_eps": 1e-5, "takes_sumsq": True, "activation": "silu"},
+    **AROUND,
     "all": {
         "norm_eps": 1e-5,
         "has_bias": True,
@@ -72,7 +57,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "softcap": 5.0,
         "has_residual": True,
     },
-    "capped residual": {"softcap": 5.0, "has_residual": True, "has_bias": True},
 }
 
 
@@ -82,13 +66,6 @@ def _module(scheme: str, n: int, k: int, **more: Any) -> ModuleType:
     constants = {"k": k, "n": n} | PLAIN | more
     constants |= layout.constants(constants["dtype"], constants["out_dtype"])
     return rendered("linear", constants, "quant_linear")
-
-
-@cache
-def _workspace(device: torch.device) -> Workspace:
-    workspace = Workspace.allocate(device)
-    workspace.scratch.fill_(torch.nan)
-    return workspace
 
 
 @dataclass(frozen=True)
@@ -104,7 +81,7 @@ class Case:
     def check(self, how: str | None = None) -> None:
         """Run it as its module has chosen; compare result, sums of squares and counters."""
         out = self.buffers["out"]
-        workspace = _workspace(out.device)
+        workspace = workspace_on(out.device)
         got = self.module.run(*self.operands, **self.buffers, workspace=workspace)
         assert got is out
         chosen = self.module.CHOICES.for_rows(len(out))["how"]
@@ -112,10 +89,8 @@ class Case:
         want = self.rounded if chosen in ("tiled", "scaled") else self.whole
         assert want is not None
         assert distance(out, want) <= LINEAR_KERNEL[out.dtype]
-        if "sumsq_out" in self.buffers and 2 <= len(out) <= 64:
-            assert distance(self.buffers["sumsq_out"], _sumsq(out)) <= LINEAR_KERNEL[torch.float32]
-        elif "sumsq_out" in self.buffers:
-            assert self.buffers["sumsq_out"].isnan().all()
+        if "sumsq_out" in self.buffers:
+            check_sumsq(out, self.buffers["sumsq_out"])
         assert not workspace.counters.any()
 
 
@@ -142,7 +117,7 @@ def _case(module: ModuleType, rows: int, *, seed: int = 0, stride: int | None = 
     operands = [x, *TritonLayout.of(scheme, n, k).pack(matrix).values(), *around.values()]
     if constants["takes_sumsq"]:
         unread = torch.full((rows, k // 64), torch.nan)
-        operands.append(_sumsq(x).float() if 2 <= rows <= 64 else unread)
+        operands.append(sumsq(x).float() if 2 <= rows <= 64 else unread)
     return Case(module, operands, _buffers(module, rows, out), whole, rounded)
 
 
@@ -180,27 +155,11 @@ def _expected(
         norm = (wide.pow(2).mean(-1, keepdim=True) + constants["norm_eps"]).rsqrt()
     rounded = _rounded_rows(x, matrix.scheme)
     found = [
-        _product(constants, norm * each, matrix, bias, residual)
+        product(constants, norm * each, matrix.dequantize().double(), bias, residual)
         for each in (wide, rounded)
         if each is not None
     ]
     return found[0], found[1] if len(found) > 1 else None
-
-
-def _product(
-    constants: dict[str, Any],
-    x: Tensor,
-    matrix: QuantTensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    y = F.linear(x, matrix.dequantize().double(), None if bias is None else bias.double())
-    if constants["activation"]:
-        gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[constants["activation"]](gate) * up
-    if constants["softcap"] is not None:
-        y = constants["softcap"] * torch.tanh(y / constants["softcap"])
-    return y if residual is None else y + residual.double()
 
 
 def _rounded_rows(x: Tensor, scheme: QuantScheme) -> Tensor | None:
@@ -215,10 +174,6 @@ def _rounded_rows(x: Tensor, scheme: QuantScheme) -> Tensor | None:
     codes = blocks / scales
     codes = codes.round() if scheme.x == "i8" else codes.to(torch.float8_e4m3fn)
     return (codes.double() * scales.double()).view(len(x), -1)[:, :k]
-
-
-def _sumsq(x: Tensor) -> Tensor:
-    return x.double().square().reshape(len(x), -1, 64).sum(-1)
 
 
 def _check_every_way(module: ModuleType, rows: int) -> None:
@@ -333,7 +288,7 @@ def test_rows_of_zeros_are_not_divided_by() -> None:
         case = _case(_module(scheme, 64, 256), 65)
         case.operands[0].zero_()
         out = case.module.run(
-            *case.operands, **case.buffers, workspace=_workspace(case.whole.device)
+            *case.operands, **case.buffers, workspace=workspace_on(case.whole.device)
         )
         assert not out.any()
 
