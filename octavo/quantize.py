@@ -18,9 +18,8 @@ from octavo.ir.types import QuantType
 from octavo.passes.fused_linear import LINEARS
 from octavo.passes.pipeline import Stage
 from octavo.passes.quant_recipe import HEAD, Recipe
-from octavo.passes.quantize_linears import KEPT
+from octavo.passes.quantize_linears import GROUPS, KEPT
 
-_GROUPS = (32, 64, 128)
 _FIXED = {
     "int8": "int8<1x*, f32>",
     "int8-w8a8": "int8<1x*, f32, x=i8>",
@@ -43,7 +42,7 @@ AS_IS = "none"
 
 def scheme_names() -> list[str]:
     """All schemes that have a name."""
-    groups = [f"int4{kind}-g{size}" for kind in ("", "-asym") for size in _GROUPS]
+    groups = [f"int4{kind}-g{size}" for kind in ("", "-asym") for size in GROUPS]
     return ["int4", "int4-asym", *groups, *_FIXED]
 
 
@@ -98,7 +97,7 @@ def _scheme(name: str, dtype: str, others: str = "or none") -> QuantScheme | Non
     # Half the bytes of f32, and as exact as codes of 4 bits need them.
     scale = "f16" if dtype == "f16" else "bf16"
     kind, _, group = name.partition("-g")
-    if kind in ("int4", "int4-asym") and (group or "128") in map(str, _GROUPS):
+    if kind in ("int4", "int4-asym") and (group or "128") in map(str, GROUPS):
         codes, zero = ("int4", "") if kind == "int4" else ("uint4", ", zero=u8")
         return QuantScheme.parse(f"{codes}<1x{group or 128}, {scale}{zero}>")
     try:

@@ -15,7 +15,7 @@ from octavo.passes.base import Missed, Report, register_pass
 from octavo.passes.fused_linear import LINEARS
 from octavo.passes.quant_recipe import Module, Modules, dequantized_parts
 
-_GROUPS = (128, 64, 32)  # that can be had by name
+GROUPS = (32, 64, 128)  # of int4, that can be had by name
 KEPT = "the checkpoint has it quantised, which a recipe changes only with --dequantize"
 
 
@@ -138,7 +138,7 @@ def _check_group(module: Module, scheme: QuantScheme, weight: Value) -> None:
         scheme.scale_shape(rows, columns)
     except VerifyError:
         group = scheme.block[1]
-        fitting = [str(size) for size in _GROUPS if columns % size == 0]
+        fitting = [str(size) for size in reversed(GROUPS) if columns % size == 0]
         choice = f"a group of {' or '.join(fitting)}" if fitting else "int8, which has no groups"
         raise VerifyError(
             f"{module.paths[0]}: K={columns} is not a multiple of the group of {group} that"

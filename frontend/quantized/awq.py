@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.frontend.quantized.packed_matrix import (
+    SCALE_DTYPES,
     PackedMatrix,
     check_group,
     check_part,
@@ -34,7 +35,6 @@ _BITS = 4
 _PER_WORD = 32 // _BITS
 # Field i of a word holds column order[i]; this is where column i lies.
 _FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def find_awq(store: TensorStore, config: Mapping[str, Any]) -> Found:
@@ -91,7 +91,7 @@ class _AwqMatrix(PackedMatrix):
         groups = columns // (self._group or columns)
         integers = (torch.int32,)
         check_part(self.store, self._codes, self.name, dtypes=integers)
-        check_part(self.store, self._scales, self.name, shape=(groups, rows), dtypes=_SCALES)
+        check_part(self.store, self._scales, self.name, shape=(groups, rows), dtypes=SCALE_DTYPES)
         words = (groups, rows // _PER_WORD)
         check_part(self.store, self._zeros, self.name, shape=words, dtypes=integers)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.frontend.quantized.packed_matrix import (
+    SCALE_DTYPES,
     PackedMatrix,
     check_group,
     check_part,
@@ -35,7 +36,6 @@ from octavo.ir.errors import OctavoError
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
 
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in every field of a word
 
 
@@ -130,7 +130,7 @@ class _GptqMatrix(PackedMatrix):
         groups = columns // (self._settings.group or columns)
         words = -(-rows * self._settings.bits // 32)
         check_part(self.store, self._codes, self.name, dtypes=(torch.int32,))
-        check_part(self.store, self._scales, self.name, shape=(groups, rows), dtypes=_SCALES)
+        check_part(self.store, self._scales, self.name, shape=(groups, rows), dtypes=SCALE_DTYPES)
         check_part(self.store, self._zeros, self.name, shape=(groups, words), dtypes=(torch.int32,))
 
     @cached_property

@@ -14,6 +14,9 @@ from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.quant_tensor import QuantTensor
 from octavo.ir.types import DTYPE_NAMES
 
+# What libraries that pack words of integers store scales in.
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 class PackedMatrix(ABC):
     """A weight ``[N, K]`` under its name in the model, made of tensors of a store.

@@ -14,8 +14,8 @@ from octavo.ir.graph import Graph
 from octavo.ir.interpret import WeightCache, WeightSource
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.passes.quant_recipe import Modules, Recipe
+from octavo.quantize import AS_IS
 
-AS_IS = "none"
 _EVERY = QuantScheme.parse("int8<1x*, f32>")  # fits any matrix
 
 
