@@ -34,7 +34,7 @@ from octavo.runtime.sampler import SampledToken, SampleRow
 from octavo.runtime.server.app import ServerOptions, create_app
 from octavo.runtime.server.serve import ListenOptions, open_listener, uvicorn_config
 
-_TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. "
+_TEXT = "A sheet that is folded three times makes eight leaves, which printers call an octavo. "
 _BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once upon a time"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Tell me a story."}]},
