@@ -75,6 +75,12 @@ class TritonLayout:
         """Places for scales of a span: as many as make up 4 bytes, if there are fewer."""
         return max(self.groups, 4 // DTYPES[self.scheme.scale].itemsize)
 
+    @property
+    def has_gemv(self) -> bool:
+        """True when one row of x is multiplied row by row of the weight, not by tiles of rows."""
+        words = self.num_spans * self.piece
+        return self.pieces == 2 and not self.groups and self.scheme.zero is None and words <= 16384
+
     def constants(self, dtype: str, out_dtype: str) -> dict[str, Any]:
         """What the template has to know, for an x and a result of these dtypes."""
         scheme = self.scheme
@@ -82,6 +88,7 @@ class TritonLayout:
         has_scaled = scheme.x == "f8e4m3" and scheme.x_block is None and self.n % 16 == 0
         return {
             "scheme": str(scheme),
+            "has_gemv": self.has_gemv,
             "codes": scheme.codes,
             "pieces": self.pieces,
             "piece": self.piece,

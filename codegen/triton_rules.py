@@ -107,6 +107,7 @@ def _quant_linear(
     x, layout = node.operand(0).tensor, TritonLayout.of(weight.scheme, *weight.shape)
     label = (weight.scheme.codes, *_linear_label(constants))
     constants |= layout.constants(constants["dtype"], constants["out_dtype"])
+    constants["sums_one_row"] = constants["takes_sumsq"] and _sums_one_row(node.operand(4))
     stands_around = constants["softcap"] is not None or constants["has_residual"]
     if constants["activation"] is None and not (constants["has_scaled"] and stands_around):
         scratch = scratch[:-1]  # nothing is wide but what PyTorch leaves for more to be done
@@ -124,6 +125,17 @@ def _quant_linear(
         layouts=((1, "triton"),),
     )
     return _linear_rule(node, kernel, scratch)
+
+
+def _sums_one_row(sumsq: Value) -> bool:
+    """True when the kernel that makes sums of squares makes those of a single row: no GEMV does."""
+    maker = sumsq.producer
+    if maker is None or maker.op == "embedding_sumsq":
+        return maker is not None
+    weight = maker.operand(1).type
+    if not isinstance(weight, QuantType):
+        return False
+    return not TritonLayout.of(weight.scheme, *weight.shape).has_gemv
 
 
 def _embedding(node: Node) -> Rule | None:

@@ -66,9 +66,9 @@ def product(
     return y if residual is None else y + residual.double()
 
 
-def check_sumsq(out: Tensor, sums: Tensor) -> None:
-    """Sums of squares of a result: written for 2 to 64 rows, left alone for others."""
-    if 2 <= len(out) <= 64:
+def check_sumsq(out: Tensor, sums: Tensor, first: int = 2) -> None:
+    """Sums of squares of a result: written for ``first`` to 64 rows, left alone for others."""
+    if first <= len(out) <= 64:
         assert distance(sums, sumsq(out)) <= LINEAR_KERNEL[torch.float32]
     else:
         assert sums.isnan().all()

@@ -307,6 +307,7 @@ def _module(shape: str, scheme: str) -> ModuleType:
     text, template = SCHEMES[scheme], "linear"
     if text is not None:
         template = "quant_linear"
+        constants["sums_one_row"] = scheme == "int4" and constants["takes_sumsq"]
         constants |= TritonLayout.of(QuantScheme.parse(text), n, k).constants("bf16", "bf16")
     source = render_kernel(f"triton/{template}.py.j2", "fused_linear", constants)
     name = f"{shape}_{scheme}"

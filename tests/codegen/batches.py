@@ -46,7 +46,8 @@ def batch(
     width = max(counts, default=0)
     tables = [table + [0] * (width - len(table)) for table in blocks]
     last = [end - 1 for start, end in pairwise(starts) if end > start]
-    vocab = next(n for n in graph.nodes if n.op == "embedding" and "ids" in str(n.inputs[0]))
+    embeddings = (node for node in graph.nodes if node.op.startswith("embedding"))
+    vocab = next(node for node in embeddings if "ids" in str(node.inputs[0]))
     num_ids = vocab.operand(1).shape[0]
     return {
         "ids": torch.randint(0, num_ids, (len(new_positions),), generator=generator),

@@ -40,7 +40,8 @@ def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
     for quant, (_, method) in CASES.items():
         artifact = session_dir / f"smollm2-{quant}"
         text = None if method == "rtn" else CALIBRATION
-        request = CalibrationRequest(text, Calibration(method, gptq=GPTQOptions(act_order=True)))
+        options = GPTQOptions(act_order=method == "gptq")
+        request = CalibrationRequest(text, Calibration(method, gptq=options))
         compile_model(
             *(smollm2_gguf, artifact),
             dtype="float32",

@@ -104,7 +104,8 @@ def quant_linear(
     n = 130
     matrix = quantize(torch.randn(n, k), QuantScheme.parse(scheme))
     layout = TritonLayout.of(matrix.scheme, n, k)
-    constants = {"k": k, "n": n, **LINEAR, **layout.constants("f16", "f16")}
+    made = layout.constants("f16", "f16")
+    constants = {"k": k, "n": n, **LINEAR, **made, "sums_one_row": False}
     module = choosing(rendered("linear", constants, "quant_linear"), rows, how)
     packed = [part.to(device) for part in layout.pack(matrix).values()]
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}

@@ -50,6 +50,7 @@ SCHEMES = [
 ]
 VARIANTS: dict[str, dict[str, Any]] = {
     **AROUND,
+    "gated": {**AROUND["gated"], "sums_one_row": True},
     "all": {
         "norm_eps": 1e-5,
         "has_bias": True,
@@ -63,7 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @cache
 def _module(scheme: str, n: int, k: int, **more: Any) -> ModuleType:
     layout = TritonLayout.of(QuantScheme.parse(scheme), n, k)
-    constants = {"k": k, "n": n} | PLAIN | more
+    constants = {"k": k, "n": n, "sums_one_row": False} | PLAIN | more
     constants |= layout.constants(constants["dtype"], constants["out_dtype"])
     return rendered("linear", constants, "quant_linear")
 
@@ -82,6 +83,7 @@ class Case:
         """Run it as its module has chosen; compare result, sums of squares and counters."""
         out = self.buffers["out"]
         workspace = workspace_on(out.device)
+        constants = self.module.CONSTANTS
         got = self.module.run(*self.operands, **self.buffers, workspace=workspace)
         assert got is out
         chosen = self.module.CHOICES.for_rows(len(out))["how"]
@@ -90,7 +92,7 @@ class Case:
         assert want is not None
         assert distance(out, want) <= LINEAR_KERNEL[out.dtype]
         if "sumsq_out" in self.buffers:
-            check_sumsq(out, self.buffers["sumsq_out"])
+            check_sumsq(out, self.buffers["sumsq_out"], 2 if constants["has_gemv"] else 1)
         assert not workspace.counters.any()
 
 
@@ -117,7 +119,8 @@ def _case(module: ModuleType, rows: int, *, seed: int = 0, stride: int | None = 
     operands = [x, *TritonLayout.of(scheme, n, k).pack(matrix).values(), *around.values()]
     if constants["takes_sumsq"]:
         unread = torch.full((rows, k // 64), torch.nan)
-        operands.append(sumsq(x).float() if 2 <= rows <= 64 else unread)
+        first = 1 if constants["sums_one_row"] else 2
+        operands.append(sumsq(x).float() if first <= rows <= 64 else unread)
     return Case(module, operands, _buffers(module, rows, out), whole, rounded)
 
 
