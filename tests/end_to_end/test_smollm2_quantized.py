@@ -21,15 +21,16 @@ from octavo.evaluate.evaluate import read_tokens
 from octavo.evaluate.models import ArtifactModel, hugging_face
 from octavo.evaluate.windows import WindowOptions, windows
 from octavo.frontend.source import resolve
+from octavo.runtime.artifact import Artifact
 
 DATA = Path(__file__).parents[1] / "data"
 TEXT, CALIBRATION = DATA / "alice_in_wonderland.txt", DATA / "as_you_like_it.txt"
 OPTIONS = WindowOptions(512, 512, 20_520)
-# Bounds of the increase of perplexity, and how codes are chosen.
+# Bounds of the increase of perplexity, how codes are chosen, and what the linears then multiply by.
 CASES = {
-    "int8": (0.01, "rtn"),
-    "fp8": (0.01, "gptq"),
-    "int4-g32": (0.08, "gptq"),
+    "int8": (0.01, "rtn", "int8<1x*, f32>"),
+    "fp8": (0.01, "gptq", "f8e4m3<1x*, f32, x=f8e4m3>"),
+    "int4-g32": (0.08, "gptq", "int4<1x32, bf16>"),
 }
 
 
@@ -37,7 +38,7 @@ CASES = {
 def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
     """All artifacts against one run of the reference."""
     models = {}
-    for quant, (_, method) in CASES.items():
+    for quant, (_, method, scheme) in CASES.items():
         artifact = session_dir / f"smollm2-{quant}"
         text = None if method == "rtn" else CALIBRATION
         options = GPTQOptions(act_order=method == "gptq")
@@ -49,8 +50,11 @@ def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
             quant=quant,
             calibration=request,
             loss_tokens=0,
+            dequantize=True,  # else it keeps the codes that it has
             progress=False,
         )
+        schemes = Artifact.open(artifact, verify=False).manifest.quant_schemes
+        assert set(schemes) == {scheme}, f"{quant}: the linears are of {schemes}"
         models[quant] = ArtifactModel(artifact, OPTIONS.context)
     meters = {quant: LossMeter() for quant in models}
     ids = read_tokens(models["int8"], TEXT)
