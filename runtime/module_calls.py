@@ -168,7 +168,12 @@ class StepProgram:
     def run(self, size: StepSize) -> Tensor:
         """Run a step of this size; the logits."""
         with torch.inference_mode():
-            return self._step(*self._inputs(size))
+            return self.ready(size)()
+
+    def ready(self, size: StepSize) -> Callable[[], Tensor]:
+        """A step of this size whose inputs are there, so that a graph can be made of it."""
+        inputs = self._inputs(size)
+        return lambda: self._step(*inputs)
 
     def calls(self, size: StepSize, modules: Iterable[ModuleType]) -> list[ModuleCall]:
         """The calls of these modules in a step of this size, in their order."""

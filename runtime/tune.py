@@ -1,7 +1,8 @@
 """Chooses among the candidates of kernel modules by measuring them on the GPU at hand.
 
 For each row bucket of each module the calls of a real step are replayed with every candidate. A
-candidate counts only if it gives what the first one gives.
+candidate counts only if it gives what the first one gives. What is fast by itself is then tried in
+whole decode steps (tune_steps.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from octavo.runtime.module_calls import ModuleCall, StepProgram, StepSize, inter
 from octavo.runtime.plans import Plan, current_plan, gpu_plan_name
 from octavo.runtime.program_loader import import_program
 from octavo.runtime.record_program import MAX_DECODE, kernel_modules, record_module
+from octavo.runtime.tune_steps import Contest, TunedStep, tune_step
 from octavo.runtime.whole_file import write_whole
 
 CONTEXT = 1024  # tokens that a sequence of a decode step attends to on average
@@ -71,6 +73,7 @@ class Tuned:
 class TuneReport:
     """The result of a tuning: the plan, its file, and each bucket's trials.
 
+    ``tuned`` says what was fastest by itself, ``steps`` what came of it in whole decode steps.
     ``num_skipped`` buckets were left as they were, since the time was up. ``stopped`` says why the
     tuning ended early, if it did: after a fault the GPU cannot be used by this process any more.
     """
@@ -78,6 +81,7 @@ class TuneReport:
     path: Path
     plan: Plan = field(default_factory=dict)
     tuned: list[Tuned] = field(default_factory=list)
+    steps: list[TunedStep] = field(default_factory=list)
     num_skipped: int = 0
     stopped: str | None = None
 
@@ -195,23 +199,65 @@ class Tuner:
     ) -> None:
         """Tune all buckets until the deadline, by ``time.monotonic``; each is then chosen."""
         jobs = self._jobs(sizes)
-        prepared = 0
         with torch.inference_mode():
-            for number, job in enumerate(jobs, start=1):
-                if time.monotonic() > deadline:
-                    report.num_skipped = len(jobs) - number + 1
-                    return
-                if job.rows > prepared:  # not all at once: that may take longer than there is time
-                    show(f"compiling the candidates for {job.rows} rows")
-                    self._prepare([each for each in jobs if each.rows == job.rows])
-                    prepared = job.rows
-                name = job.calls[0].name
-                show(f"{number} of {len(jobs)}: {name}, {job.rows} rows")
-                try:
-                    report.tuned.append(self._tune(job))
-                except GpuFault as fault:
-                    report.stopped = f"{name}, {job.rows} rows: {fault}"
-                    return
+            if self._tune_all(jobs, report, deadline, show):
+                self._tune_steps(jobs, report, deadline, show)
+
+    def _tune_all(
+        self,
+        jobs: Sequence[_Job],
+        report: TuneReport,
+        deadline: float,
+        show: Callable[[str], None],
+    ) -> bool:
+        """Tune each bucket by itself; True when all of them were."""
+        prepared = 0
+        for number, job in enumerate(jobs, start=1):
+            if time.monotonic() > deadline:
+                report.num_skipped = len(jobs) - number + 1
+                return False
+            if job.rows > prepared:  # not all at once: that may take longer than there is time
+                show(f"compiling the candidates for {job.rows} rows")
+                self._prepare([each for each in jobs if each.rows == job.rows])
+                prepared = job.rows
+            name = job.calls[0].name
+            show(f"{number} of {len(jobs)}: {name}, {job.rows} rows")
+            try:
+                report.tuned.append(self._tune(job))
+            except GpuFault as fault:
+                report.stopped = f"{name}, {job.rows} rows: {fault}"
+                return False
+        return True
+
+    def _tune_steps(
+        self,
+        jobs: Sequence[_Job],
+        report: TuneReport,
+        deadline: float,
+        show: Callable[[str], None],
+    ) -> None:
+        """Tune decode steps as wholes, the smallest first."""
+        contests: dict[StepSize, list[Contest]] = {}
+        for job, tuned in zip(jobs, report.tuned, strict=True):
+            alone = [
+                (trial.seconds * len(job.calls), trial.candidate)
+                for trial in tuned.trials
+                if trial.seconds is not None
+            ]
+            if alone and job.size.num_tokens == job.size.num_seqs:
+                alone.sort(key=lambda each: (each[1] != tuned.chosen, each[0]))
+                contest = Contest(tuned.module, job.bucket, tuned.default, alone)
+                contests.setdefault(job.size, []).append(contest)
+        for size, each in contests.items():
+            if time.monotonic() > deadline:
+                return
+            show(f"a decode step of {size.num_tokens} rows")
+            try:
+                step = tune_step(self._step, size, each, self._timer, deadline=deadline)
+            except GpuFault as fault:
+                report.stopped = f"a step of {size.num_tokens} rows: {fault}"
+                return
+            report.steps.append(step)
 
     def _jobs(self, sizes: Iterable[StepSize]) -> list[_Job]:
         """For each bucket the step in which it is asked for most rows, small buckets first."""

@@ -12,7 +12,10 @@ import typer
 from octavo.cli.artifact import require_artifact
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from octavo.runtime.tune import Tuned, TuneReport
+    from octavo.runtime.tune_steps import TunedStep
 
 
 def tune(
@@ -42,6 +45,7 @@ def print_report(directory: Path, report: TuneReport) -> None:
     for tuned in report.tuned:
         table.add_row(*_row(tuned))
     console.print(table)
+    _print_steps(console, report.steps)
     for tuned in report.tuned:
         for trial in tuned.trials:
             if trial.problem is not None:
@@ -52,6 +56,19 @@ def print_report(directory: Path, report: TuneReport) -> None:
     if report.stopped is not None:
         console.print(f"stopped by a fault of the GPU at {report.stopped}", markup=False)
     console.print(f"written to {directory / report.path}", markup=False, soft_wrap=True)
+
+
+def _print_steps(console: Console, steps: list[TunedStep]) -> None:
+    """Decode steps as wholes, and which modules have another candidate in them."""
+    from rich.table import Table
+
+    if not steps:
+        return
+    table = Table("decode step, rows", "ms", "defaults, ms", "fastest alone, ms", "not that for")
+    for step in steps:
+        times = (step.chosen, step.default, step.alone)
+        table.add_row(str(step.rows), *(f"{t * 1e3:.3f}" for t in times), ", ".join(step.changed))
+    console.print(table)
 
 
 def _row(tuned: Tuned) -> tuple[str, ...]:

@@ -142,6 +142,41 @@ def test_wrong_and_failing_candidates_are_reported_and_never_timed(artifact: Art
     assert problems["broken"] == "it does not fit"
 
 
+def test_what_is_fastest_alone_has_to_be_so_in_a_step(artifact: Artifact) -> None:
+    """A clock by which a call alone is fast, and a whole step with it is slow."""
+    modules = modules_of(artifact)
+    [module] = modules
+    sizes = [StepSize(4, 4, 32, is_even=False), StepSize(40, 2, 1)]
+    step = StepProgram(artifact, torch.device("cpu"), sizes)
+    whole = {"default": 3.0, "fast": 5.0}
+    alone = {"default": 2.0, "fast": 1.8}
+    is_step: list[bool] = []
+    ready = step.ready
+
+    def noting(size: StepSize) -> Callable[[], torch.Tensor]:
+        run = ready(size)
+
+        def noted() -> torch.Tensor:
+            is_step.append(True)
+            return run()
+
+        return noted
+
+    step.ready = noting  # type: ignore[method-assign]
+
+    def timer(body: Callable[[], None]) -> float:
+        module.RAN.clear()
+        is_step.clear()
+        body()
+        return (whole if is_step else alone)[module.RAN[0][0]]
+
+    report = tune.TuneReport(Path("plans/x.json"))
+    tune.Tuner(step, modules, timer).run(sizes, report, deadline=time.monotonic() + 60)
+    assert [each.chosen for each in report.tuned] == [{"how": "fast"}] * 2
+    assert report.steps == [tune.TunedStep(4, 3.0, 5.0, 3.0, ["double"])]
+    assert current_plan(modules) == {"double": {"4": {"how": "default"}, "*": {"how": "fast"}}}
+
+
 def test_a_time_that_is_up_leaves_the_rest_as_it_was(artifact: Artifact) -> None:
     report, _ = tuned(artifact, {}, deadline=time.monotonic() - 1)
     assert (report.tuned, report.num_skipped) == ([], 2)
