@@ -29,6 +29,7 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import NEEDS_TRITON
@@ -106,7 +107,8 @@ def _source(wanted: Specialisation, function: Any) -> ASTSource:
         for index, name in enumerate(names)
         if name in parameters and parameters[name].alignment > 1
     }
-    return ASTSource(function, signature, constants, divisors)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    return kind(function, signature, constants, divisors)
 
 
 def _binary(wanted: Specialisation, compiled: Any, folder: Path) -> Binary:

@@ -39,6 +39,8 @@ PDL_ARCH = 90  # programmatic dependent launch begins with sm_90
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 _LEAST_SHARED_KIB = min(SHARED_KIB.values())
 NEEDS_KIB = "needs_kib"
+NEEDS_ARCH = "needs_arch"
+_NEEDS = (NEEDS_KIB, NEEDS_ARCH)
 ALIGNMENT = 16
 
 Constant = Any  # an int, a float, a bool, a str, None or a Triton dtype
@@ -94,24 +96,36 @@ class Workspace:
 class Bucket:
     """Ways to run an op for up to ``max_rows`` rows (None: any number), and the chosen one.
 
-    ``candidates`` are in the order of preference; ``chosen`` is at first the default of any GPU.
+    Candidates are in the order of preference; ``chosen`` is at first the default of any GPU.
     """
 
     def __init__(self, max_rows: int | None, candidates: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError if no candidate fits every GPU."""
         self.max_rows = max_rows
-        self._needs = tuple(int(c.get(NEEDS_KIB, 0)) for c in candidates)
-        self.candidates = tuple(
-            {name: value for name, value in c.items() if name != NEEDS_KIB} for c in candidates
-        )
-        if not candidates or min(self._needs) > _LEAST_SHARED_KIB:
-            raise ValueError(f"{self.name} rows: no candidate fits every GPU")
-        self.chosen = self.default(None)
+        self._candidates = tuple(dict(candidate) for candidate in candidates)
+        self.reset(None)
+
+    @property
+    def candidates(self) -> list[dict[str, Any]]:
+        """Those for the architecture at hand; a choice is made among them."""
+        return [
+            {name: value for name, value in candidate.items() if name not in _NEEDS}
+            for candidate in self._candidates
+            if candidate.get(NEEDS_ARCH) in (None, self._arch)
+        ]
+
+    def reset(self, arch: int | None) -> None:
+        """Choose the default of an architecture, 90 for sm_90; None is any of them."""
+        self._arch = arch
+        self.chosen = self.default(arch)
 
     def default(self, arch: int | None) -> dict[str, Any]:
-        """The first candidate that fits an architecture's shared memory; None is any of them."""
+        """The first candidate that is for an architecture and fits its shared memory."""
         room = SHARED_KIB.get(arch or 0, _LEAST_SHARED_KIB)
-        return dict(self.candidates[next(i for i, n in enumerate(self._needs) if n <= room)])
+        for candidate in self._candidates:
+            if candidate.get(NEEDS_KIB, 0) <= room and candidate.get(NEEDS_ARCH) in (None, arch):
+                return {name: value for name, value in candidate.items() if name not in _NEEDS}
+        raise ValueError(f"{self.name} rows: no candidate fits every GPU")
 
     @property
     def name(self) -> str:
@@ -124,8 +138,9 @@ class Choices:
 
     Given ``(max_rows, candidates)`` in ascending order, the last with None for ``max_rows``.
     Candidates are in the order of preference: the first that fits the GPU is taken until a plan
-    chooses another. ``needs_kib`` in a candidate is the shared memory that it takes, for those that
-    do not fit every GPU; it is not part of the choice.
+    chooses another. Two entries of a candidate are not part of the choice: ``needs_kib`` is the
+    shared memory that it takes, for those that do not fit every GPU, and ``needs_arch`` the one
+    architecture whose instructions it is written in.
     """
 
     def __init__(self, *buckets: tuple[int | None, Sequence[Mapping[str, Any]]]) -> None:
@@ -157,7 +172,7 @@ class Choices:
     def reset(self, arch: int | None = None) -> None:
         """Go back to the default of an architecture everywhere; None is what fits any."""
         for bucket in self.buckets:
-            bucket.chosen = bucket.default(arch)
+            bucket.reset(arch)
 
 
 @dataclass(frozen=True)
@@ -201,7 +216,8 @@ def recording() -> Iterator[list[Launch]]:
 
 
 class Kernel:
-    """A ``@triton.jit`` function with the types of its parameters: ``launch`` runs it.
+    """A ``@triton.jit`` function with the types of its parameters: ``launch`` runs it. One of
+    ``@gluon.jit`` will do as well, but no interpreter runs it.
 
     ``signature`` types the parameters that are not ``tl.constexpr``, in order, as
     ``x_ptr: *bf16, num_rows: i32``; see docs/cuda.md. A tensor that begins elsewhere than at a

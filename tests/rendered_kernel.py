@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from octavo.codegen.render import render_kernel
 
@@ -35,7 +38,18 @@ def imported(name: str, source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module
     spec.loader.exec_module(module)
+    if hasattr(module, "CHOICES"):
+        module.CHOICES.reset(arch_here())
     return module
+
+
+@cache
+def arch_here() -> int | None:
+    """The architecture on which kernels of tests run, 90 for sm_90; None in the interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 @cache

@@ -319,6 +319,7 @@ def _module(shape: str, scheme: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    module.CHOICES.reset(90)
     return module
 
 

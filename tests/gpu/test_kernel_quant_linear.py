@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rendered_kernel import arch_here
 from tests.templates.triton.test_quant_linear import *  # noqa: F403
 from tests.templates.triton.test_quant_linear import FP8, INT4, INT8, VARIANTS, _case, _module
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
     ("n", "k", "variant"),
     [(6144, 4096, "sumsq"), (4096, 4096, "emit"), (2048, 4096, "gated"), (4096, 14336, "emit")],
 )
-@pytest.mark.parametrize("rows", [1, 5, 64, 200])
+@pytest.mark.parametrize("rows", [1, 5, 64, 200, 700])
 def test_real_shapes(scheme: str, n: int, k: int, variant: str, rows: int) -> None:
     """Every candidate for so many rows, several draws of each: a race need not show at once."""
     module = _module(scheme, n, k, **VARIANTS[variant])
@@ -30,4 +31,4 @@ def test_real_shapes(scheme: str, n: int, k: int, variant: str, rows: int) -> No
                     case.buffers["out"].copy_(copy)
                     case.check(candidate["how"])
     finally:
-        module.CHOICES.reset()
+        module.CHOICES.reset(arch_here())

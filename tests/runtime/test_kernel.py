@@ -192,6 +192,23 @@ def test_the_default_is_the_first_that_fits_the_gpu() -> None:
     assert found.for_rows(64) == {"BM": 128}
 
 
+def test_a_candidate_for_one_architecture_is_for_no_other() -> None:
+    found = Choices(
+        (64, [{"how": "wide", "needs_arch": 90, "needs_kib": 200}, {"how": "torch"}]), (None, [{}])
+    )
+    for arch in (None, 80, 89, 100, 120):
+        found.reset(arch)
+        assert found.for_rows(64) == {"how": "torch"}
+        assert found.bucket(64).candidates == [{"how": "torch"}]
+        with pytest.raises(ValueError, match="no candidate for 64 rows"):
+            found.choose("64", {"how": "wide"})
+    found.reset(90)
+    assert found.for_rows(64) == {"how": "wide"}
+    assert found.bucket(64).candidates == [{"how": "wide"}, {"how": "torch"}]
+    with pytest.raises(ValueError, match="no candidate fits every GPU"):
+        Choices((None, [{"needs_arch": 90}]))
+
+
 def test_choices_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="64 rows: no candidate fits every GPU"):
         Choices((64, [{"needs_kib": 100}]), (None, [{}]))

@@ -16,7 +16,7 @@ from octavo.ir.types import DTYPES
 from octavo.runtime.kernel import Workspace, recording
 from tests.linear_kernels import PLAIN, check_sumsq, product, sumsq, workspace_on
 from tests.linear_kernels import VARIANTS as AROUND
-from tests.rendered_kernel import rendered
+from tests.rendered_kernel import arch_here, rendered
 from tests.tolerances import LINEAR_KERNEL, distance
 
 ROWS = (1, 2, 5, 17, 64, 65, 123)
@@ -190,7 +190,7 @@ def test_every_candidate(variant: str) -> None:
                     _case(module, bucket.max_rows // 2 + 1).check()
                     done.append(candidate)
     finally:
-        module.CHOICES.reset()
+        module.CHOICES.reset(arch_here())
 
 
 def test_splits_of_k_give_the_same_result_each_time() -> None:
