@@ -21,6 +21,7 @@ from octavo.evaluate.evaluate import read_tokens
 from octavo.evaluate.models import ArtifactModel, hugging_face
 from octavo.evaluate.windows import WindowOptions, windows
 from octavo.frontend.source import resolve
+from octavo.runtime.artifact import Artifact
 
 DATA = Path(__file__).parents[1] / "data"
 TEXT, CALIBRATION = DATA / "alice_in_wonderland.txt", DATA / "as_you_like_it.txt"
@@ -50,9 +51,9 @@ def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
             loss_tokens=0,
             progress=False,
         )
-        models[quant] = ArtifactModel(artifact, OPTIONS.context)
+        models[quant] = ArtifactModel(Artifact.open(artifact), OPTIONS.context)
     meters = {quant: LossMeter() for quant in models}
-    ids = read_tokens(models["int8"], TEXT)
+    ids = read_tokens(models["int8"].artifact, TEXT)
     with hugging_face(resolve(smollm2_gguf)) as reference:
         for window in windows(ids, OPTIONS):
             rows = slice(window.first - 1, len(window.ids) - 1)
