@@ -15,8 +15,10 @@ from octavo.evaluate.artifact_graph import graph_values
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.meta_model import build_model
 from octavo.frontend.reference import eager_model, model_logits, streamed_model
+from octavo.frontend.refused import NoWeights
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.weights import WeightSource
+from octavo.ir.errors import OctavoError
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.window_logits import WindowLogits
 
@@ -85,7 +87,13 @@ def find_reference(model: str | Path) -> Artifact | ModelSource:
     """An artifact directory, or whatever ``octavo compile`` takes. Raises OctavoError."""
     if (Path(model) / "manifest.json").is_file():
         return Artifact.open(model)
-    return resolve(model)
+    try:
+        return resolve(model)
+    except NoWeights as error:
+        raise OctavoError(
+            f"{error.found}: there is nothing to compare with; give --against a model directory"
+            " with its weights, a .gguf file, a hub id or an artifact"
+        ) from None
 
 
 @contextmanager

@@ -121,3 +121,13 @@ def test_a_model_without_a_tokenizer_has_no_tokens_to_compare(
     tokens = comparable.identify_source(resolve(tiny_checkpoint)).tokens
     assert tokens is not None
     assert len(tokens) == 256  # the bytes, without the four that were added
+
+
+@pytest.mark.parametrize("where", [".", "config.json"])
+def test_a_config_is_no_reference(
+    where: str, tiny_checkpoint: Path, tiny_artifact: Path, tmp_path: Path, octavo_here: Command
+) -> None:
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    done = octavo_here("evaluate", tiny_artifact, "--against", tmp_path / where)
+    assert_refused(done, "there is nothing to compare with; give --against a model directory")
+    assert "--random-weights" not in done.stderr
