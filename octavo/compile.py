@@ -55,8 +55,8 @@ from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import num_compile_workers, write_binaries
 from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
-from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.tune import tune_artifact
+from octavo.source_tokenizer import source_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -278,15 +278,17 @@ def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) 
     if not job.with_weights or (request.text is None and request.budget_gb is None):
         return Planned(found, weights)
     with job.phases("calibrate") as tell:
-        write_model_files(job.source, codes)
-        has_tokenizer = (codes / "tokenizer.json").is_file()
+        tokenizer = source_tokenizer(job.source)
+        if tokenizer is None:
+            raise OctavoError("the model has no tokenizer: no text can calibrate it")
+        codes.mkdir()
         planned = plan_quantization(
             imported,
             weights,
             found,
             request,
             target=target.kind,
-            tokenizer=Tokenizer.from_directory(codes) if has_tokenizer else None,
+            tokenizer=tokenizer,
             folder=codes,
             schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], _every(job.targets)),
             progress=tell,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.weight_cache import WeightSource
 from octavo.passes.quant_recipe import Quantization
 from octavo.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 # What a budget is spent on; those that a target has no kernel for are left out.
@@ -87,6 +90,27 @@ class CalibrationRequest:
             ) from None
 
 
+def read_samples(
+    request: CalibrationRequest, tokenizer: Tokenizer, max_position: int
+) -> list[list[int]]:
+    """Samples of the text as token ids, no longer than the model can take.
+
+    Tells of fewer or shorter ones than were asked for; raises OctavoError where there is none.
+    """
+    asked = _PASSAGE_SAMPLES if request.text is None else request.calibration.samples
+    length = min(asked.length, max_position)
+    ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
+    found = sample_windows(ids, replace(asked, length=length))
+    if request.text is not None and (len(found), length) != (asked.num_samples, asked.length):
+        logger.warning(
+            "calibrating on %d samples of %d tokens, not on %d of %d: %s has %d tokens, and the"
+            " model takes %d at most",
+            *(len(found), length, asked.num_samples, asked.length),
+            *(request.text.name, len(ids), max_position),
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Planned:
     """What the passes go by, the weights with what the calibration made, and the choices that a
@@ -104,7 +128,7 @@ def plan_quantization(
     request: CalibrationRequest,
     *,
     target: str,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer,
     folder: Path,
     schemes: Sequence[QuantScheme],
     progress: Progress | None = None,
@@ -113,8 +137,7 @@ def plan_quantization(
 
     ``folder`` takes the codes and has to stay until the weights are written. Raises OctavoError.
     """
-    sequences = _sequences(request, tokenizer, imported.max_position)
-
+    sequences = read_samples(request, tokenizer, imported.max_position)
     auto = None
     if request.budget_gb is not None:
         graph = graph_before_quantization(
@@ -131,15 +154,3 @@ def plan_quantization(
     store = CodeStore(folder, weights)
     found = calibrate(graph, store, sequences, quantization, request.calibration, progress)
     return Planned(found, store, auto)
-
-
-def _sequences(
-    request: CalibrationRequest, tokenizer: Tokenizer | None, max_position: int
-) -> list[list[int]]:
-    """Samples of the text, no longer than the model can take."""
-    if tokenizer is None:
-        raise OctavoError("the model has no tokenizer: no text can calibrate it")
-    options = _PASSAGE_SAMPLES if request.text is None else request.calibration.samples
-    options = replace(options, length=min(options.length, max_position))
-    ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
-    return sample_windows(ids, options)

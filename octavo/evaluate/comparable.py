@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from octavo.frontend.config import read_config
-from octavo.frontend.model_files import write_model_files
 from octavo.frontend.positions import stated_positions
 from octavo.frontend.refused import RefusedArchitecture
 from octavo.frontend.source import ModelSource
 from octavo.ir.errors import OctavoError
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.tokenizer import Tokenizer
+from octavo.source_tokenizer import source_tokenizer
 
 _SIZES = ("num_hidden_layers", "hidden_size")  # that transformers gives every config
 
@@ -87,12 +85,13 @@ def identify_artifact(artifact: Artifact) -> Identity:
 
 def identify_source(source: ModelSource) -> Identity:
     """Of what can be compiled, by its config and its tokenizer. Raises OctavoError."""
+    tokenizer = source_tokenizer(source)
     return Identity(
         source.name,
         _architecture(source.config),
         int(source.config.get_text_config().vocab_size),
         _max_position(source.config),
-        _tokens(source),
+        None if tokenizer is None else tokenizer.text_tokens(),
     )
 
 
@@ -107,11 +106,3 @@ def _max_position(config: Any) -> int | None:
         return stated_positions(config)
     except RefusedArchitecture:
         return None
-
-
-def _tokens(source: ModelSource) -> Mapping[int, str] | None:
-    with tempfile.TemporaryDirectory() as folder:
-        write_model_files(source, Path(folder))
-        if not (Path(folder) / "tokenizer.json").is_file():
-            return None
-        return Tokenizer.from_directory(folder).text_tokens()
