@@ -8,9 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from octavo.calibrate.plan import CalibrationRequest
+    from octavo.compile import CompileReport
 
 TUNE_SECONDS = 300.0
 LOSS_TOKENS = 1024
@@ -129,11 +133,7 @@ def compile_command(
     another number.
     """
     with _keeping_what_is_made():
-        from octavo.calibrate.calibrate import Calibration
-        from octavo.calibrate.gptq import GPTQOptions
-        from octavo.calibrate.plan import CalibrationRequest
-        from octavo.calibrate.sequences import CalibrationOptions
-        from octavo.compile import compile_model, recipe_path
+        from octavo.compile import compile_model
 
     with _ending_on_sigterm():
         report = compile_model(
@@ -143,13 +143,11 @@ def compile_command(
             target=target,
             quant=quant,
             quant_head=quant_head,
-            calibration=CalibrationRequest(
+            calibration=_calibration(
                 calibration,
-                Calibration(
-                    quant_method or ("gptq" if calibration else "rtn"),
-                    CalibrationOptions(calibration_samples, calibration_length),
-                    GPTQOptions(act_order=act_order),
-                ),
+                quant_method,
+                (calibration_samples, calibration_length),
+                act_order,
                 budget_gb,
             ),
             loss_tokens=loss_tokens,
@@ -163,11 +161,39 @@ def compile_command(
             kv_scale_per=kv_scale_per,
             kv_scales=kv_scales,
         )
+    _print_report(report, with_recipe=quant == "auto")
+
+
+def _calibration(
+    text: Path | None,
+    method: Literal["rtn", "gptq", "awq"] | None,
+    samples: tuple[int, int],
+    act_order: bool,
+    budget_gb: float | None,
+) -> CalibrationRequest:
+    """What the options about choosing codes come to; ``samples`` are their number and length."""
+    from octavo.calibrate.calibrate import Calibration
+    from octavo.calibrate.gptq import GPTQOptions
+    from octavo.calibrate.plan import CalibrationRequest
+    from octavo.calibrate.sequences import CalibrationOptions
+
+    chosen = Calibration(
+        method or ("gptq" if text else "rtn"),
+        CalibrationOptions(*samples),
+        GPTQOptions(act_order=act_order),
+    )
+    return CalibrationRequest(text, chosen, budget_gb)
+
+
+def _print_report(report: CompileReport, *, with_recipe: bool) -> None:
+    from octavo.compile import recipe_path
+
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)
-    if quant == "auto":
-        print(f"the recipe that was chosen, to edit and give to --quant: {recipe_path(output)}")
-        print(recipe_path(output).read_text("utf-8"), end="")
+    if with_recipe:
+        path = recipe_path(report.output)
+        print(f"the recipe that was chosen, to edit and give to --quant: {path}")
+        print(path.read_text("utf-8"), end="")
     print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))
 
 
