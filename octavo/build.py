@@ -13,7 +13,14 @@ import torch
 
 import octavo
 from octavo.calibrate.auto import AutoRecipe
-from octavo.calibrate.plan import AUTO_SCHEMES, CalibrationRequest, Planned, plan_quantization
+from octavo.calibrate.plan import (
+    AUTO_SCHEMES,
+    CalibrationRequest,
+    Planned,
+    check_budget,
+    plan_quantization,
+    read_samples,
+)
 from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.cpu_rules import DEQUANTIZED_AT_LOAD
 from octavo.codegen.generate import Generated, generate
@@ -29,9 +36,11 @@ from octavo.frontend.refused import RefusedArchitecture
 from octavo.frontend.source import ModelSource, open_weights
 from octavo.frontend.trace import BoundWeights, Imported, import_model
 from octavo.golden import golden_json, quantized_golden_json
-from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
+from octavo.ir.parser import parse_graph
+from octavo.ir.printer import print_graph
+from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import DTYPE_NAMES
 from octavo.ir.weight_cache import WeightSource
 from octavo.kv_options import KVOptions
@@ -45,14 +54,14 @@ from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import write_binaries
 from octavo.runtime.record_program import record_program
 from octavo.runtime.self_check import check_golden
-from octavo.source_tokenizer import source_tokenizer
+from octavo.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one compile works on and with."""
+    """What one compile works on and with. ``tokenizer`` is there where a text calibrates."""
 
     source: ModelSource
     dtype: torch.dtype
@@ -62,25 +71,51 @@ class Job:
     with_weights: bool
     recipe: Recipe | None
     calibration: CalibrationRequest
+    tokenizer: Tokenizer | None
     loss_tokens: int
     dequantize: bool
     kv: KVOptions
+
+    @property
+    def quantization(self) -> Quantization:
+        """What was asked for, which a calibration or a budget adds to."""
+        target = self.targets.main
+        return Quantization(
+            self.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The graph as the passes left it, and its stages."""
+
+    graph: Graph
+    stages: list[Stage]
 
 
 def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
     """Write the artifact; returns its manifest, and the recipe that a budget led to."""
     imported = _traced(job)
-    weights, check = _weights(job, imported)
+    weights = _weights(job, imported)
+    # What the passes and the text refuse is refused here, before a model runs for minutes.
+    asked = job.quantization
+    step = _rewritten(job, imported, asked)
+    _tell_unquantized(job, step)
+    samples = _samples(job, imported)
+    check = _compared(job, imported, weights)
     codes = job.writer.directory / "codes"  # as long as weights are written
-    planned = _planned(job, imported, weights, codes)
-    _rewrite(job, imported, planned.quantization)
-    generated = _generated(job, imported.graph, planned.weights)
+    planned = Planned(asked, weights)
+    if samples is not None:
+        planned = _calibrated(job, imported, weights, samples, codes)
+        step = _rewritten(job, imported, planned.quantization)
+    job.writer.write_stages(step.stages)
+    generated = _generated(job, step.graph, planned.weights)
     shutil.rmtree(codes, ignore_errors=True)
     if check is not None:
         if not generated.layouts:
-            check = _with_rounded_cache(job, imported, weights, check)
-        _write_golden(job, imported.graph, check, generated)
-    fields = _fields(job, imported, generated, planned.quantization.recipe)
+            check = _with_rounded_cache(job, step.graph, weights, check)
+        _write_golden(job, step.graph, check, generated)
+    fields = _fields(job, imported, step.graph, generated, planned.quantization.recipe)
     _compile_kernels(job, fields)
     manifest = job.writer.finish(**fields)
     with job.phases("check the program"):
@@ -99,8 +134,8 @@ def _traced(job: Job) -> Imported:
     return imported
 
 
-def _weights(job: Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | None]:
-    """The graph's weights, after Hugging Face's own run with them, which the graph must match."""
+def _weights(job: Job, imported: Imported) -> BoundWeights:
+    """The graph's weights, each of the checkpoint's tensors used or explained."""
     with job.phases("account for the weights"):
         checkpoint = open_weights(job.source, imported.model)
         account(imported.model, checkpoint)
@@ -108,45 +143,58 @@ def _weights(job: Job, imported: Imported) -> tuple[BoundWeights, TraceCheck | N
             for notice in checkpoint.notices():
                 logger.warning("%s", notice)
             imported.buffers.update(read_codes(imported.graph, checkpoint))
-        weights = BoundWeights(checkpoint, imported.buffers, checkpoint)
-    if not job.with_weights:
-        return weights, None
-    with job.phases("compare with Hugging Face"):
-        check = check_trace(imported, job.source.config, job.dtype, checkpoint)
-        release_memory()
-    return weights, check
+        return BoundWeights(checkpoint, imported.buffers, checkpoint)
 
 
-def _planned(job: Job, imported: Imported, weights: BoundWeights, codes: Path) -> Planned:
-    """What is quantised and how, by a calibration if one is asked for."""
+def _samples(job: Job, imported: Imported) -> list[list[int]] | None:
+    """The text that calibrates, as token ids; the budget must have room for what it is spent on."""
+    if job.tokenizer is None:
+        return None
     request = job.calibration
-    target = job.targets.main
-    found = Quantization(job.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed)
-    if not job.with_weights or (request.text is None and request.budget_gb is None):
-        return Planned(found, weights)
+    if request.budget_gb is not None:
+        check_budget(request.budget_gb, imported, _schemes(job), job.targets.main.kind)
+    return read_samples(request, job.tokenizer, imported.max_position)
+
+
+def _compared(job: Job, imported: Imported, weights: BoundWeights) -> TraceCheck | None:
+    """Hugging Face's own run with the weights, which the graph must match."""
+    if not job.with_weights:
+        return None
+    with job.phases("compare with Hugging Face"):
+        check = check_trace(imported, job.source.config, job.dtype, weights.source)
+        release_memory()
+    return check
+
+
+def _calibrated(
+    job: Job, imported: Imported, weights: BoundWeights, samples: list[list[int]], codes: Path
+) -> Planned:
+    """What is quantised and how, by runs of the graph on the text."""
     with job.phases("calibrate") as tell:
-        tokenizer = source_tokenizer(job.source)
-        if tokenizer is None:
-            raise OctavoError("the model has no tokenizer: no text can calibrate it")
         codes.mkdir()
         planned = plan_quantization(
             imported,
             weights,
-            found,
-            request,
-            target=target.kind,
-            tokenizer=tokenizer,
+            job.quantization,
+            job.calibration,
+            target=job.targets.main.kind,
+            sequences=samples,
             folder=codes,
-            schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], job.targets.every),
+            schemes=_schemes(job),
             progress=tell,
         )
         release_memory()
     return planned
 
 
-def _rewrite(job: Job, imported: Imported, quantization: Quantization) -> None:
-    """Run the passes on the graph, and write its stages."""
-    graph = imported.graph
+def _schemes(job: Job) -> list[QuantScheme]:
+    """What a budget is spent on."""
+    return find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], job.targets.every)
+
+
+def _rewritten(job: Job, imported: Imported, quantization: Quantization) -> _Step:
+    """Run the passes on a copy of the graph: the comparison needs the graph as it was imported."""
+    graph = parse_graph(print_graph(imported.graph))
     with job.phases("rewrite"):
         stages = run_pipeline(
             graph,
@@ -157,12 +205,15 @@ def _rewrite(job: Job, imported: Imported, quantization: Quantization) -> None:
             has_kv_scales=job.kv.has_head_scales,
         )
         _refuse_unpaged(graph, stages)
-        if job.recipe is not None:
-            for notice in unquantized_notices(job.recipe, stages):
-                logger.warning("%s", notice)
-        job.writer.write_stages(stages)
         if job.kv.scales is not None:
             imported.buffers.update(load_kv_scales(graph, job.source, job.kv.scales))
+    return _Step(graph, stages)
+
+
+def _tell_unquantized(job: Job, step: _Step) -> None:
+    if job.recipe is not None:
+        for notice in unquantized_notices(job.recipe, step.stages):
+            logger.warning("%s", notice)
 
 
 def _refuse_unpaged(graph: Graph, stages: list[Stage]) -> None:
@@ -205,13 +256,16 @@ def _tell_dequantized(generated: Generated) -> None:
 
 
 def _with_rounded_cache(
-    job: Job, imported: Imported, weights: BoundWeights, check: TraceCheck
+    job: Job,
+    graph: Graph,
+    weights: BoundWeights,
+    check: TraceCheck,
 ) -> TraceCheck:
     """Hugging Face's answers with a KV cache of codes, if the program has one."""
     if job.kv.scheme is None:
         return check
     with job.phases("compare with Hugging Face"):
-        scales = head_scales(imported.graph, imported.buffers)
+        scales = head_scales(graph, weights.buffers)
         config, source = job.source.config, weights.source
         rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, scales)
         release_memory()
@@ -231,7 +285,7 @@ def _write_golden(job: Job, graph: Graph, check: TraceCheck, generated: Generate
 
 
 def _fields(
-    job: Job, imported: Imported, generated: Generated, recipe: Recipe | None
+    job: Job, imported: Imported, graph: Graph, generated: Generated, recipe: Recipe | None
 ) -> dict[str, Any]:
     """What the manifest says besides its files."""
     return {
@@ -240,8 +294,8 @@ def _fields(
         "target": job.targets.main.name,
         "dtype": str(job.dtype).removeprefix("torch."),
         "quantization": recipe.name if recipe else None,
-        "quant_schemes": count_schemes(imported.graph),
-        "vocab_size": imported.graph.outputs[0].shape[-1],
+        "quant_schemes": count_schemes(graph),
+        "vocab_size": graph.outputs[0].shape[-1],
         "max_position": imported.max_position,
         "kv_slots": generated.kv_slots,
         "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),

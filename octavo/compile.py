@@ -17,7 +17,7 @@ from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.target import Targets, resolve_targets
 from octavo.frontend.config import choose_dtype
 from octavo.frontend.refused import is_out_of_memory
-from octavo.frontend.source import resolve
+from octavo.frontend.source import ModelSource, resolve
 from octavo.ir.errors import OctavoError
 from octavo.ir.types import DTYPE_NAMES
 from octavo.kv_options import resolve_kv_options
@@ -25,7 +25,9 @@ from octavo.passes.quant_recipe import Recipe
 from octavo.phases import Phases
 from octavo.quantize import AS_IS, find_recipe
 from octavo.runtime.cross_compile import num_compile_workers
+from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.tune import tune_artifact
+from octavo.source_tokenizer import source_tokenizer
 
 LOSS_TOKENS = 1024
 
@@ -102,8 +104,21 @@ def compile_model(
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
             recipe = _recipe(quant, quant_head, torch_dtype, targets)
-        choices = (with_weights, recipe, request, loss_tokens, dequantize, kv)
-        job = Job(source, torch_dtype, targets, writer, phases, *choices)
+            tokenizer = _tokenizer(source) if request.runs_text else None
+        job = Job(
+            source=source,
+            dtype=torch_dtype,
+            targets=targets,
+            writer=writer,
+            phases=phases,
+            with_weights=with_weights,
+            recipe=recipe,
+            calibration=request,
+            tokenizer=tokenizer,
+            loss_tokens=loss_tokens,
+            dequantize=dequantize,
+            kv=kv,
+        )
         manifest, auto = build_artifact(job)
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
@@ -126,6 +141,16 @@ def _recipe(
     for target in targets.every:
         recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
+
+
+def _tokenizer(source: ModelSource) -> Tokenizer:
+    tokenizer = source_tokenizer(source)
+    if tokenizer is None:
+        raise OctavoError(
+            f"{source.name} has no tokenizer, so no text can calibrate it: add its tokenizer.json,"
+            " or round to nearest (--quant without --calibration and --budget-gb)"
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octavo.calibrate.auto import AutoRecipe, choose_recipe
+from octavo.calibrate.auto import AutoRecipe, choose_recipe, require_room
 from octavo.calibrate.calibrate import (
     Calibration,
     Progress,
@@ -20,6 +20,7 @@ from octavo.calibrate.sequences import CalibrationOptions, sample_windows
 from octavo.evaluate.windows import PASSAGE
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.weight_cache import WeightSource
 from octavo.passes.quant_recipe import Quantization
@@ -63,6 +64,10 @@ class CalibrationRequest:
             )
         if self.text is not None and quant is None:
             raise OctavoError("--calibration without --quant: say what to quantise to")
+        if self.text is not None and not with_weights:
+            raise OctavoError(
+                "--calibration chooses codes, and --no-weights stores none: leave one of them out"
+            )
         self.read_text()
 
     def _check_budget(self, is_auto: bool, quant_head: str | None, with_weights: bool) -> None:
@@ -78,6 +83,11 @@ class CalibrationRequest:
             )
         if is_auto and not with_weights:
             raise OctavoError("--quant auto measures the weights: leave --no-weights out")
+
+    @property
+    def runs_text(self) -> bool:
+        """Whether the graph is run on a text."""
+        return self.text is not None or self.budget_gb is not None
 
     def read_text(self) -> str:
         """The text, or the passage that comes with Octavo. Raises OctavoError."""
@@ -121,6 +131,14 @@ class Planned:
     auto: AutoRecipe | None = None
 
 
+def check_budget(
+    budget_gb: float, imported: Imported, schemes: Sequence[QuantScheme], target: str
+) -> None:
+    """Raise OctavoError for a budget that no choice among ``schemes`` meets, before any is
+    measured."""
+    require_room(_before_quantization(imported, target), schemes, int(budget_gb * 1e9))
+
+
 def plan_quantization(
     imported: Imported,
     weights: BoundWeights,
@@ -128,29 +146,31 @@ def plan_quantization(
     request: CalibrationRequest,
     *,
     target: str,
-    tokenizer: Tokenizer,
+    sequences: Sequence[Sequence[int]],
     folder: Path,
     schemes: Sequence[QuantScheme],
     progress: Progress | None = None,
 ) -> Planned:
     """Choose a recipe, if a budget asks for it among ``schemes``, and codes, if there is a text.
 
-    ``folder`` takes the codes and has to stay until the weights are written. Raises OctavoError.
+    ``sequences`` are what ``read_samples`` made of the text. ``folder`` takes the codes and has to
+    stay until the weights are written. Raises OctavoError.
     """
-    sequences = read_samples(request, tokenizer, imported.max_position)
     auto = None
     if request.budget_gb is not None:
-        graph = graph_before_quantization(
-            imported.graph, max_position=imported.max_position, target=target
-        )
+        graph = _before_quantization(imported, target)
         budget = int(request.budget_gb * 1e9)
         auto = choose_recipe(graph, weights, sequences, schemes, budget)
         quantization = replace(quantization, recipe=auto.recipe)
     if request.text is None:
         return Planned(quantization, weights, auto)
-    graph = graph_before_quantization(
-        imported.graph, max_position=imported.max_position, target=target
-    )
     store = CodeStore(folder, weights)
+    graph = _before_quantization(imported, target)
     found = calibrate(graph, store, sequences, quantization, request.calibration, progress)
     return Planned(found, store, auto)
+
+
+def _before_quantization(imported: Imported, target: str) -> Graph:
+    return graph_before_quantization(
+        imported.graph, max_position=imported.max_position, target=target
+    )
