@@ -48,7 +48,13 @@ from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
 from octavo.phases import Phases
-from octavo.quantize import count_schemes, find_schemes, unquantized_notices
+from octavo.quantize import (
+    RECIPE_FILE,
+    count_schemes,
+    find_schemes,
+    recipe_text,
+    unquantized_notices,
+)
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import write_binaries
@@ -109,6 +115,8 @@ def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
         planned = _calibrated(job, imported, weights, samples, codes)
         step = _rewritten(job, imported, planned.quantization)
     job.writer.write_stages(step.stages)
+    if planned.quantization.recipe is not None:
+        job.writer.write_text(RECIPE_FILE, recipe_text(planned.quantization.recipe))
     generated = _generated(job, step.graph, planned.weights)
     shutil.rmtree(codes, ignore_errors=True)
     if check is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _BALANCED = (
     ("*feed_forward*", "int4"),
 )
 AS_IS = "none"
+# In an artifact, what its linears were quantised by.
+RECIPE_FILE = "ir/recipe.yaml"
 
 
 def scheme_names() -> list[str]:
@@ -135,6 +138,33 @@ def _read_recipe(path: Path, dtype: str) -> Recipe:
         except OctavoError as error:
             raise OctavoError(f"{path}: {pattern}: {error}") from None
     return Recipe(path.stem, tuple(rules), is_for_model=True)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe as YAML that ``find_recipe`` reads, with the text of each scheme."""
+    rules = {pattern: str(scheme or AS_IS) for pattern, scheme in _first_rules(recipe)}
+    text: str = yaml.safe_dump(rules, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def recipe_difference(one: Recipe, other: Recipe) -> str | None:
+    """The first line in which two recipes differ, in words; None where they say the same."""
+    for mine, yours in zip_longest(_first_rules(one), _first_rules(other)):
+        if mine != yours:
+            return f"{one.name} has {_line(mine)}, {other.name} has {_line(yours)}"
+    return None
+
+
+def _first_rules(recipe: Recipe) -> list[tuple[str, QuantScheme | None]]:
+    """Without those whose pattern stands there before."""
+    rules: dict[str, QuantScheme | None] = {}
+    for pattern, scheme in recipe.rules:
+        rules.setdefault(pattern, scheme)
+    return list(rules.items())
+
+
+def _line(rule: tuple[str, QuantScheme | None] | None) -> str:
+    return "no more lines" if rule is None else f"'{rule[0]}': {rule[1] or AS_IS}"
 
 
 def unquantized_notices(recipe: Recipe, stages: Iterable[Stage]) -> list[str]:

@@ -83,3 +83,59 @@ def test_a_config_of_the_older_kind(tmp_path: Path) -> None:
     body = {"compression_config": {"quant_method": "compressed-tensors"}}
     (tmp_path / "config.json").write_text(json.dumps(body))
     assert settle_quantization(tmp_path, "compressed-tensors", None) is None
+
+
+def mixed(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+RECIPE = "first.*: none\n'*.q_proj': int8\n'*.mlp.*': int4-g32\n"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    recipe = mixed(folder, "mixed.yaml", RECIPE)
+    compile_model(
+        *(tiny_checkpoint, folder / "artifact"),
+        **{"target": "cpu", "quant": recipe, "quant_head": "int8"},
+        loss_tokens=0,
+        progress=False,
+    )
+    return folder / "artifact"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mixed.yaml", RECIPE),
+        ("renamed.yaml", RECIPE),
+        ("in-full.yaml", RECIPE.replace("int4-g32", "int4<1x32, bf16>")),
+        ("with-head.yaml", RECIPE + "lm_head: int4-g64\n"),  # the head that was asked for is first
+    ],
+)
+def test_recipes_that_say_the_same(quantized: Path, tmp_path: Path, name: str, text: str) -> None:
+    LLM(quantized, quantization=mixed(tmp_path, name, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            RECIPE.replace("int4-g32", "int4-g64"),
+            r"artifact has '\*\.mlp\.\*': int4<1x32, bf16>, mixed, head int8 has .*int4<1x64,",
+        ),
+        (RECIPE.partition("'*.mlp")[0], r"int4<1x32, bf16>, mixed, head int8 has no more lines"),
+        (RECIPE + "'*.o_proj': int8\n", r"has no more lines, mixed, head int8 has '\*\.o_proj'"),
+    ],
+)
+def test_recipes_of_one_name_that_do_not(
+    quantized: Path, tmp_path: Path, text: str, reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"compiled with quantization mixed.*{reason}"):
+        LLM(quantized, quantization=mixed(tmp_path, "mixed.yaml", text))
+
+
+def test_the_recipe_of_an_artifact_can_be_used_again(quantized: Path) -> None:
+    LLM(quantized, quantization=str(quantized / "ir" / "recipe.yaml"))
