@@ -13,6 +13,7 @@ import torch
 
 from octavo.build import Job, build_artifact
 from octavo.calibrate.plan import AUTO, CalibrationRequest
+from octavo.calibrate.recipe_file import write_recipe
 from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.target import Targets, resolve_targets
 from octavo.frontend.config import choose_dtype
@@ -38,13 +39,17 @@ _COMPILING = threading.Lock()
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compile did: where the artifact is, what it is, and how long each phase took."""
+    """What a compile did: where the artifact is, what it is, and how long each phase took.
+
+    ``recipe`` is the file that ``quant="auto"`` wrote beside the artifact.
+    """
 
     output: Path
     artifact_id: str
     total_bytes: int
     seconds: float
     stages: list[tuple[str, float]]
+    recipe: Path | None = None
 
 
 def compile_model(
@@ -126,9 +131,8 @@ def compile_model(
         total = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
     # Not before the artifact is in its place: a compile that fails leaves none.
-    if auto is not None:
-        recipe_path(Path(output)).write_text(auto.to_yaml(), "utf-8")
-    return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds)
+    file = None if auto is None else write_recipe(Path(output), auto.to_yaml())
+    return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds, file)
 
 
 def _recipe(
@@ -165,8 +169,3 @@ def _explained_memory() -> Iterator[None]:
             f"not enough memory to compile: {reason or 'an allocation failed'}; check the sizes in"
             " config.json, or use a machine with more"
         ) from error
-
-
-def recipe_path(output: Path) -> Path:
-    """Where the recipe that a budget led to is written: beside the artifact."""
-    return output.with_name(f"{output.name}.recipe.yaml")

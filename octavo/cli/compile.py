@@ -161,7 +161,7 @@ def compile_command(
             kv_scale_per=kv_scale_per,
             kv_scales=kv_scales,
         )
-    _print_report(report, with_recipe=quant == "auto")
+    _print_report(report)
 
 
 def _calibration(
@@ -185,15 +185,12 @@ def _calibration(
     return CalibrationRequest(text, chosen, budget_gb)
 
 
-def _print_report(report: CompileReport, *, with_recipe: bool) -> None:
-    from octavo.compile import recipe_path
-
+def _print_report(report: CompileReport) -> None:
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)
-    if with_recipe:
-        path = recipe_path(report.output)
-        print(f"the recipe that was chosen, to edit and give to --quant: {path}")
-        print(path.read_text("utf-8"), end="")
+    if report.recipe is not None:
+        print(f"the recipe that was chosen, to edit and give to --quant: {report.recipe}")
+        print(report.recipe.read_text("utf-8"), end="")
     print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))
 
 
