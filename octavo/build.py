@@ -31,7 +31,7 @@ from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_rounded, check_trace
 from octavo.frontend.kv_scales import head_scales, load_kv_scales
 from octavo.frontend.model_files import write_model_files
-from octavo.frontend.read_codes import read_codes
+from octavo.frontend.read_codes import holds_codes, read_codes
 from octavo.frontend.refused import RefusedArchitecture
 from octavo.frontend.source import ModelSource, open_weights
 from octavo.frontend.trace import BoundWeights, Imported, import_model
@@ -64,6 +64,8 @@ from octavo.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+LOSS_TOKENS = 1024  # on which the loss is measured where nothing else is said
+
 
 @dataclass(frozen=True)
 class Job:
@@ -78,7 +80,7 @@ class Job:
     recipe: Recipe | None
     calibration: CalibrationRequest
     tokenizer: Tokenizer | None
-    loss_tokens: int
+    loss_tokens: int | None
     dequantize: bool
     kv: KVOptions
 
@@ -128,7 +130,7 @@ def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
     manifest = job.writer.finish(**fields)
     with job.phases("check the program"):
         _check(job, manifest)
-    loss = _measured_loss(job) if generated.layouts else None
+    loss = _measured_loss(job, generated)
     if loss is not None:
         manifest = job.writer.add_text(manifest, LOSS_FILE, loss)
     return manifest, planned.auto
@@ -151,6 +153,10 @@ def _weights(job: Job, imported: Imported) -> BoundWeights:
             for notice in checkpoint.notices():
                 logger.warning("%s", notice)
             imported.buffers.update(read_codes(imported.graph, checkpoint))
+        elif not holds_codes(checkpoint):
+            logger.warning(
+                "--dequantize has no effect: %s holds nothing quantised", job.source.name
+            )
         return BoundWeights(checkpoint, imported.buffers, checkpoint)
 
 
@@ -343,10 +349,27 @@ def _check(job: Job, manifest: Manifest) -> None:
     check_golden(Artifact.open(job.writer.directory))
 
 
-def _measured_loss(job: Job) -> str | None:
+def _measured_loss(job: Job, generated: Generated) -> str | None:
     """What quantising costs, as tests/loss.json says it, where there is a device and a text."""
-    can_run = job.targets.main.kind == "cpu" or torch.cuda.is_available()
-    if not (job.with_weights and can_run and job.loss_tokens) or job.source.kind == "random":
+    if job.loss_tokens == 0:
         return None
-    with job.phases("measure the loss"):
-        return measure_loss(job.writer.directory, job.source, job.loss_tokens)
+    reason, text = _why_no_loss(job, generated), None
+    if reason is None:
+        with job.phases("measure the loss"):
+            text = measure_loss(job.writer.directory, job.source, job.loss_tokens or LOSS_TOKENS)
+        reason = "the model has no tokenizer" if text is None else None
+    if reason is not None and job.loss_tokens is not None:
+        logger.warning("--loss-tokens has no effect: %s", reason)
+    return text
+
+
+def _why_no_loss(job: Job, generated: Generated) -> str | None:
+    if not generated.layouts:
+        return "nothing is quantised"
+    if not job.with_weights:
+        return "no weights are stored"
+    if job.source.kind == "random":
+        return "the weights are random"
+    if job.targets.main.kind == "cuda" and not torch.cuda.is_available():
+        return "this machine has no GPU; run `octavo evaluate` on one"
+    return None

@@ -30,8 +30,6 @@ from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.tune import tune_artifact
 from octavo.source_tokenizer import source_tokenizer
 
-LOSS_TOKENS = 1024
-
 # While a model is traced, hooks stand in transformers' registries, which all threads share, and
 # torch.export is not thread-safe either.
 _COMPILING = threading.Lock()
@@ -61,7 +59,7 @@ def compile_model(
     quant: str | Path | None = None,
     quant_head: str | None = None,
     calibration: CalibrationRequest | None = None,
-    loss_tokens: int = LOSS_TOKENS,
+    loss_tokens: int | None = None,
     dequantize: bool = False,
     random_weights: int | None = None,
     with_weights: bool = True,
@@ -81,8 +79,8 @@ def compile_model(
     quantise the linears, or a .yaml file of patterns and ways (docs/quantization.md);
     ``quant_head`` one for the LM head, which is left as it is otherwise; ``calibration`` says with
     what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
-    compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. A quantised
-    checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers.
+    compared with the model on ``loss_tokens`` tokens of a text, 1024 for None; 0 leaves it out.
+    A quantised checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers.
     ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
     values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of the checkpoint's
     weights are stored, for runs with ``load_format="dummy"``. On a machine with the GPU that is
@@ -109,6 +107,7 @@ def compile_model(
             source = resolve(model, revision=revision, random_weights=random_weights)
             torch_dtype = choose_dtype(dtype, source.config, targets.main.name)
             recipe = _recipe(quant, quant_head, torch_dtype, targets)
+            _check_codes_to_choose(request, recipe)
             tokenizer = _tokenizer(source) if request.runs_text else None
         job = Job(
             source=source,
@@ -145,6 +144,15 @@ def _recipe(
     for target in targets.every:
         recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
+
+
+def _check_codes_to_choose(request: CalibrationRequest, recipe: Recipe | None) -> None:
+    if request.text is None or recipe is None or any(scheme for _, scheme in recipe.rules):
+        return
+    raise OctavoError(
+        f"--calibration chooses codes, and {recipe.name} quantises nothing: leave it out, or name a"
+        " scheme with --quant"
+    )
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer:

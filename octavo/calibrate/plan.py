@@ -62,7 +62,12 @@ class CalibrationRequest:
                 f"--act-order is of GPTQ, and codes are chosen by {method}: give --calibration FILE"
                 " without another --quant-method, or leave it out"
             )
-        if self.text is not None and quant is None:
+        if self.text is None and self.calibration.samples is not None:
+            raise OctavoError(
+                "--calibration-samples and --calibration-length are of a text: give --calibration"
+                " FILE, or leave them out"
+            )
+        if self.text is not None and quant is None and quant_head is None:
             raise OctavoError("--calibration without --quant: say what to quantise to")
         if self.text is not None and not with_weights:
             raise OctavoError(
@@ -107,7 +112,9 @@ def read_samples(
 
     Tells of fewer or shorter ones than were asked for; raises OctavoError where there is none.
     """
-    asked = _PASSAGE_SAMPLES if request.text is None else request.calibration.samples
+    asked = request.calibration.samples or CalibrationOptions()
+    if request.text is None:
+        asked = _PASSAGE_SAMPLES
     length = min(asked.length, max_position)
     ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
     found = sample_windows(ids, replace(asked, length=length))

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from octavo.ir.errors import OctavoError
+
 if TYPE_CHECKING:
     from octavo.calibrate.plan import CalibrationRequest
     from octavo.compile import CompileReport
 
 TUNE_SECONDS = 300.0
-LOSS_TOKENS = 1024
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -64,9 +65,12 @@ def compile_command(
         typer.Option(help="How codes are chosen; gptq with --calibration, else rtn: to nearest."),
     ] = None,
     calibration_samples: Annotated[
-        int, typer.Option(min=1, help="Samples of the text, spread over all of it.")
-    ] = 128,
-    calibration_length: Annotated[int, typer.Option(min=2, help="Tokens of each sample.")] = 512,
+        int | None,
+        typer.Option(min=1, help="Samples of the text, spread over all of it; 128 without this."),
+    ] = None,
+    calibration_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each sample; 512 without this.")
+    ] = None,
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: columns of the largest inputs first.")
     ] = False,
@@ -75,11 +79,13 @@ def compile_command(
         typer.Option(metavar="N", help="With --quant auto: 10^9 bytes that all weights may take."),
     ] = None,
     loss_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, help="Tokens of a text on which a quantised artifact is compared; 0 for none."
+            min=0,
+            help="Tokens of a text on which a quantised artifact is compared, 1024 without this; 0 "
+            "for none.",
         ),
-    ] = LOSS_TOKENS,
+    ] = None,
     dequantize: Annotated[
         bool,
         typer.Option(
@@ -135,6 +141,8 @@ def compile_command(
     with _keeping_what_is_made():
         from octavo.compile import compile_model
 
+    if quant_method == "rtn" and quant is None and quant_head is None:
+        raise OctavoError("--quant-method without --quant: say what to quantise to")
     with _ending_on_sigterm():
         report = compile_model(
             model,
@@ -167,7 +175,7 @@ def compile_command(
 def _calibration(
     text: Path | None,
     method: Literal["rtn", "gptq", "awq"] | None,
-    samples: tuple[int, int],
+    samples: tuple[int | None, int | None],
     act_order: bool,
     budget_gb: float | None,
 ) -> CalibrationRequest:
@@ -177,9 +185,11 @@ def _calibration(
     from octavo.calibrate.plan import CalibrationRequest
     from octavo.calibrate.sequences import CalibrationOptions
 
+    names = ("num_samples", "length")
+    given = {name: value for name, value in zip(names, samples, strict=True) if value is not None}
     chosen = Calibration(
         method or ("gptq" if text else "rtn"),
-        CalibrationOptions(*samples),
+        CalibrationOptions(**given) if given else None,
         GPTQOptions(act_order=act_order),
     )
     return CalibrationRequest(text, chosen, budget_gb)
