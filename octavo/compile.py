@@ -24,7 +24,7 @@ from octavo.ir.types import DTYPE_NAMES
 from octavo.kv_options import resolve_kv_options
 from octavo.passes.quant_recipe import Recipe
 from octavo.phases import Phases
-from octavo.quantize import AS_IS, find_recipe
+from octavo.quantize import NO_SCHEME, find_recipe
 from octavo.runtime.cross_compile import num_compile_workers
 from octavo.runtime.tokenizer import Tokenizer
 from octavo.runtime.tune import tune_artifact
@@ -142,7 +142,7 @@ def _recipe(
         return None
     recipe = None
     for target in targets.every:
-        recipe = find_recipe(quant or AS_IS, dtype=DTYPE_NAMES[dtype], head=head, target=target)
+        recipe = find_recipe(quant or NO_SCHEME, dtype=DTYPE_NAMES[dtype], head=head, target=target)
     return recipe
 
 

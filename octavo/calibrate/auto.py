@@ -14,7 +14,7 @@ from octavo.ir.graph import Graph, Node
 from octavo.ir.interpret import WeightCache, WeightSource
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.passes.quant_recipe import Modules, Recipe
-from octavo.quantize import AS_IS
+from octavo.quantize import NO_SCHEME
 
 _EVERY = QuantScheme.parse("int8<1x*, f32>")  # fits any matrix
 
@@ -40,7 +40,7 @@ class AutoRecipe:
     def recipe(self) -> Recipe:
         """As quantize-linears takes it."""
         rules = [
-            (module, None if choice.scheme == AS_IS else QuantScheme.parse(choice.scheme))
+            (module, None if choice.scheme == NO_SCHEME else QuantScheme.parse(choice.scheme))
             for choice in self.choices
             for module in choice.modules
         ]
@@ -139,7 +139,7 @@ def _gb(num_bytes: int) -> str:
 
 def _candidates(measured: Sensitivity) -> list[Candidate]:
     return [
-        Candidate(str(scheme) if scheme else AS_IS, size, measured.errors[scheme])
+        Candidate(str(scheme) if scheme else NO_SCHEME, size, measured.errors[scheme])
         for scheme, size in measured.num_bytes.items()
     ]
 
