@@ -5,37 +5,30 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import octavo
 from octavo.calibrate.auto import AutoRecipe
 from octavo.calibrate.plan import (
     AUTO_SCHEMES,
-    CalibrationRequest,
     Planned,
     check_budget,
     plan_quantization,
     read_samples,
 )
-from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.cpu_rules import DEQUANTIZED_AT_LOAD
 from octavo.codegen.generate import Generated, generate
-from octavo.codegen.target import Targets
-from octavo.codegen.weights import WrittenWeights
-from octavo.evaluate.loss_file import LOSS_FILE, measure_loss
+from octavo.evaluate.loss_file import LOSS_FILE
 from octavo.frontend.accounting import account
-from octavo.frontend.check_trace import TraceCheck, check_rounded, check_trace
-from octavo.frontend.kv_scales import head_scales, load_kv_scales
+from octavo.frontend.check_trace import TraceCheck, check_trace
+from octavo.frontend.kv_scales import load_kv_scales
 from octavo.frontend.model_files import write_model_files
 from octavo.frontend.read_codes import holds_codes, read_codes
 from octavo.frontend.refused import RefusedArchitecture
-from octavo.frontend.source import ModelSource, open_weights
+from octavo.frontend.source import open_weights
 from octavo.frontend.trace import BoundWeights, Imported, import_model
-from octavo.golden import golden_json, quantized_golden_json
 from octavo.ir.graph import Graph
 from octavo.ir.manifest import BLOCK_GROUPS, Manifest, num_groups
 from octavo.ir.parser import parse_graph
@@ -43,11 +36,11 @@ from octavo.ir.printer import print_graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import DTYPE_NAMES
 from octavo.ir.weight_cache import WeightSource
-from octavo.kv_options import KVOptions
+from octavo.job import Job
 from octavo.memory import release_memory
 from octavo.passes.pipeline import Stage, run_pipeline
 from octavo.passes.quant_recipe import Quantization, Recipe
-from octavo.phases import Phases
+from octavo.proof import check_program, measured_loss, with_rounded_cache, write_golden
 from octavo.quantize import (
     RECIPE_FILE,
     count_schemes,
@@ -55,42 +48,11 @@ from octavo.quantize import (
     recipe_text,
     unquantized_notices,
 )
-from octavo.runtime.artifact import Artifact
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import write_binaries
 from octavo.runtime.record_program import record_program
-from octavo.runtime.self_check import check_golden
-from octavo.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-LOSS_TOKENS = 1024  # on which the loss is measured where nothing else is said
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one compile works on and with. ``tokenizer`` is there where a text calibrates."""
-
-    source: ModelSource
-    dtype: torch.dtype
-    targets: Targets
-    writer: ArtifactWriter
-    phases: Phases
-    with_weights: bool
-    recipe: Recipe | None
-    calibration: CalibrationRequest
-    tokenizer: Tokenizer | None
-    loss_tokens: int | None
-    dequantize: bool
-    kv: KVOptions
-
-    @property
-    def quantization(self) -> Quantization:
-        """What was asked for, which a calibration or a budget adds to."""
-        target = self.targets.main
-        return Quantization(
-            self.recipe, why_no_kernel=target.why_no_kernel, can_embed=target.can_embed
-        )
 
 
 @dataclass(frozen=True)
@@ -123,14 +85,14 @@ def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
     shutil.rmtree(codes, ignore_errors=True)
     if check is not None:
         if not generated.layouts:
-            check = _with_rounded_cache(job, step.graph, weights, check)
-        _write_golden(job, step.graph, check, generated)
+            check = with_rounded_cache(job, step.graph, weights, check)
+        write_golden(job, step.graph, check, generated)
     fields = _fields(job, imported, step.graph, generated, planned.quantization.recipe)
     _compile_kernels(job, fields)
     manifest = job.writer.finish(**fields)
     with job.phases("check the program"):
-        _check(job, manifest)
-    loss = _measured_loss(job, generated)
+        check_program(job)
+    loss = measured_loss(job, generated)
     if loss is not None:
         manifest = job.writer.add_text(manifest, LOSS_FILE, loss)
     return manifest, planned.auto
@@ -269,35 +231,6 @@ def _tell_dequantized(generated: Generated) -> None:
         )
 
 
-def _with_rounded_cache(
-    job: Job,
-    graph: Graph,
-    weights: BoundWeights,
-    check: TraceCheck,
-) -> TraceCheck:
-    """Hugging Face's answers with a KV cache of codes, if the program has one."""
-    if job.kv.scheme is None:
-        return check
-    with job.phases("compare with Hugging Face"):
-        scales = head_scales(graph, weights.buffers)
-        config, source = job.source.config, weights.source
-        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, scales)
-        release_memory()
-    return replace(check, rows=tuple(rows), bound=bound)
-
-
-def _write_golden(job: Job, graph: Graph, check: TraceCheck, generated: Generated) -> None:
-    """What the program is held to: of a quantised model, its own graph."""
-    if not generated.layouts:
-        job.writer.write_text("tests/golden.json", golden_json(check))
-        return
-    with job.phases("interpret the quantised graph"):
-        stored = WrittenWeights(job.writer.directory / "weights")
-        text = quantized_golden_json(check, graph, stored, generated.layouts)
-        job.writer.write_text("tests/golden.json", text)
-        release_memory()
-
-
 def _fields(
     job: Job, imported: Imported, graph: Graph, generated: Generated, recipe: Recipe | None
 ) -> dict[str, Any]:
@@ -334,42 +267,3 @@ def _compile_kernels(job: Job, fields: dict[str, Any]) -> None:
         draft, directory = job.writer.draft(**fields), job.writer.directory
         launches = {arch: record_program(directory, draft, arch=arch) for arch in job.targets.archs}
         write_binaries(launches, directory / "kernels" / "bin", cache=BinaryCache())
-
-
-def _check(job: Job, manifest: Manifest) -> None:
-    """Run the finished program, where there is a device for it and there are weights."""
-    if not job.with_weights:
-        return
-    if job.targets.main.kind == "cuda" and not torch.cuda.is_available():
-        logger.warning(
-            "the program was not run: this machine has no GPU; run `octavo check %s` on one",
-            job.writer.output,
-        )
-        return
-    check_golden(Artifact.open(job.writer.directory))
-
-
-def _measured_loss(job: Job, generated: Generated) -> str | None:
-    """What quantising costs, as tests/loss.json says it, where there is a device and a text."""
-    if job.loss_tokens == 0:
-        return None
-    reason, text = _why_no_loss(job, generated), None
-    if reason is None:
-        with job.phases("measure the loss"):
-            text = measure_loss(job.writer.directory, job.source, job.loss_tokens or LOSS_TOKENS)
-        reason = "the model has no tokenizer" if text is None else None
-    if reason is not None and job.loss_tokens is not None:
-        logger.warning("--loss-tokens has no effect: %s", reason)
-    return text
-
-
-def _why_no_loss(job: Job, generated: Generated) -> str | None:
-    if not generated.layouts:
-        return "nothing is quantised"
-    if not job.with_weights:
-        return "no weights are stored"
-    if job.source.kind == "random":
-        return "the weights are random"
-    if job.targets.main.kind == "cuda" and not torch.cuda.is_available():
-        return "this machine has no GPU; run `octavo evaluate` on one"
-    return None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.build import Job, build_artifact
+from octavo.build import build_artifact
 from octavo.calibrate.plan import AUTO, CalibrationRequest
 from octavo.calibrate.recipe_file import write_recipe
 from octavo.codegen.artifact import ArtifactWriter
@@ -20,7 +20,9 @@ from octavo.frontend.config import choose_dtype
 from octavo.frontend.refused import is_out_of_memory
 from octavo.frontend.source import ModelSource, resolve
 from octavo.ir.errors import OctavoError
+from octavo.ir.manifest import Manifest
 from octavo.ir.types import DTYPE_NAMES
+from octavo.job import Job
 from octavo.kv_options import resolve_kv_options
 from octavo.passes.quant_recipe import Recipe
 from octavo.phases import Phases
@@ -90,16 +92,13 @@ def compile_model(
     is as it was before and what was written beside it is removed.
     """
     start = time.perf_counter()
-    phases = Phases(visible=progress)
-    targets = resolve_targets(target)
+    phases, targets = Phases(visible=progress), resolve_targets(target)
     kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets)
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
     request = calibration or CalibrationRequest()
-    request.check(
-        None if quant is None else str(quant), quant_head=quant_head, with_weights=with_weights
-    )
+    request.check(quant, quant_head=quant_head, with_weights=with_weights)
     writing = ArtifactWriter(Path(output), force=force)
     with _COMPILING, _explained_memory(), phases.shown(), writing as writer:
         writer.begin()
@@ -127,11 +126,14 @@ def compile_model(
         if tune_seconds and targets.main.is_here:
             with phases("tune"):
                 tune_artifact(writer.directory, seconds=tune_seconds)
-        total = sum(entry.size for entry in manifest.files.values())
-        seconds = time.perf_counter() - start
     # Not before the artifact is in its place: a compile that fails leaves none.
     file = None if auto is None else write_recipe(Path(output), auto.to_yaml())
+    total, seconds = _total_bytes(manifest), time.perf_counter() - start
     return CompileReport(Path(output), manifest.artifact_id, total, seconds, phases.seconds, file)
+
+
+def _total_bytes(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
 
 
 def _recipe(

@@ -49,7 +49,7 @@ class CalibrationRequest:
     budget_gb: float | None = None
 
     def check(
-        self, quant: str | None, *, quant_head: str | None = None, with_weights: bool = True
+        self, quant: str | Path | None, *, quant_head: str | None = None, with_weights: bool = True
     ) -> None:
         """Raise OctavoError for parts that do not go together, and for a text that cannot be
         read."""
