@@ -129,6 +129,11 @@ class Targets:
     main: Target
     archs: tuple[int, ...]
 
+    @property
+    def every(self) -> list[Target]:
+        """The oldest GPU first: what it cannot do is the reason to give."""
+        return [cuda_target(arch) for arch in sorted(self.archs)] or [self.main]
+
 
 def resolve_targets(names: str) -> Targets:
     """Several targets with commas: ``cuda:sm_90,sm_80`` is cuda:sm_90 with binaries for sm_80 too.

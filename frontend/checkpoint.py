@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from octavo.frontend.refused import NoWeights
 from octavo.frontend.weights import TensorInfo
 from octavo.ir.errors import OctavoError
 from octavo.ir.safetensors_dtypes import SAFETENSORS_DTYPES
@@ -127,10 +128,8 @@ def open_checkpoint(directory: Path) -> SafetensorsDirectory:
             " is read and is refused; convert it to safetensors (in transformers:"
             " from_pretrained(...).save_pretrained(...))"
         )
-    raise OctavoError(
-        f"{directory.name} holds no safetensors; expected {SINGLE_NAME} or {INDEX_NAME};"
-        " add the weights, or compile with --random-weights SEED (in Python: compile_model(...,"
-        " random_weights=SEED))"
+    raise NoWeights(
+        f"{directory.name} holds no safetensors, expected {SINGLE_NAME} or {INDEX_NAME}"
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from octavo.frontend.weights import QuantizedSource
+from octavo.frontend.weights import QuantizedSource, TiedWeights
 from octavo.ir.graph import Graph, Node, Value
 from octavo.ir.types import TensorType
 
@@ -35,6 +35,11 @@ def read_codes(graph: Graph, source: QuantizedSource) -> dict[str, Tensor]:
             _read(graph, source, node, orders)
     graph.sweep()
     return orders.buffers
+
+
+def holds_codes(source: TiedWeights) -> bool:
+    """Whether anything in a checkpoint is quantised, with a scheme or without."""
+    return bool(source.notices()) or any(source.scheme(key) for key in source.keys())
 
 
 @dataclass

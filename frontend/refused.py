@@ -12,6 +12,18 @@ class RefusedArchitecture(OctavoError):
     """A model that Octavo would get wrong, or cannot trace: its text is the one-line reason."""
 
 
+class NoWeights(OctavoError):
+    """A model without weights where they are read. ``found`` says so; the text says besides how
+    such a model is compiled, which is no advice to whoever needs the weights themselves."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}; add the weights, or draw them with --random-weights SEED (in Python:"
+            " compile_model(..., random_weights=SEED), whose artifact LLM takes)"
+        )
+        self.found = found
+
+
 @contextmanager
 def refusing(model_type: str) -> Iterator[None]:
     """Put the model's type before the reason of any refusal inside."""

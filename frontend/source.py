@@ -19,6 +19,7 @@ from octavo.frontend.model_files import check_tokenizer, list_model_files
 from octavo.frontend.naming import NamedWeights
 from octavo.frontend.quantized.methods import open_quantized
 from octavo.frontend.random_weights import RandomWeights
+from octavo.frontend.refused import NoWeights
 from octavo.frontend.weights import TensorStore, TiedWeights, WeightSource, tied_names
 from octavo.ir.errors import OctavoError
 
@@ -94,10 +95,7 @@ def _open_store(directory: Path, quantization: Mapping[str, Any] | None) -> Tens
 def _from_file(path: Path, seed: int | None) -> ModelSource:
     if path.suffix == ".json":
         if seed is None:
-            raise OctavoError(
-                f"{path} holds no weights; add --random-weights SEED to draw them (in Python: "
-                "compile_model(..., random_weights=SEED), whose artifact LLM takes)"
-            )
+            raise NoWeights(f"{path} holds no weights")
         _refuse_random_codes(path, quantization_of(path))
         return ModelSource("random", path.stem, path, read_config(path), None, seed, (path,))
     if path.suffix == ".gguf":

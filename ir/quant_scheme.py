@@ -8,7 +8,8 @@
     f4e2m1<1x32, f8e8m0>              the microscaling format of OCP, MXFP4
 
 The angle brackets hold the block of rows by columns that share a scale (``*`` is all of them), the
-scale's dtype, and what there is besides. ``x=`` permits a kernel to round the rows of the other
+scale's dtype, and what there is besides: of integers a ``zero=``, in the dtype of the codes, or an
+``offset=``. ``x=`` permits a kernel to round the rows of the other
 operand of a product to that dtype, with a scale for each row, or for each so many columns of it; a
 kernel that keeps them whole is more exact and as right.
 """
@@ -55,6 +56,11 @@ class CodeFormat:
     low: int = 0
     high: int = 0
     table: tuple[float, ...] = ()
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its values are floats, positive and negative ones."""
+        return bool(self.table) or self.dtype == "f8e4m3"
 
     @property
     def largest(self) -> float:
@@ -107,13 +113,18 @@ class QuantScheme:
         match = _PARTS.fullmatch(text)
         if match is None or match[1] not in CODE_FORMATS:
             raise VerifyError(f"{text!r} is no quantisation scheme, such as int4<1x128, bf16>")
-        given = dict(part.split("=") for part in match[5].split(", ")[1:])
+        parts = [part.split("=") for part in match[5].split(", ")[1:]]
+        given = {name: value for name, value in parts}
+        is_twice = len(given) < len(parts)
         x, _, x_block = given.pop("x", "").partition("/")
-        if not given.keys() <= {"zero", "offset"} or len(given) > 1:
-            raise VerifyError(f"{text!r}: a scheme has zero= or offset=, and x=, besides its scale")
+        if not given.keys() <= {"zero", "offset"} or len(given) > 1 or is_twice:
+            raise VerifyError(
+                f"{text!r}: a scheme has zero= or offset=, and x=, each once, besides its scale"
+            )
         if "0" in (match[2], match[3], x_block):
             raise VerifyError(f"{text!r}: a block has at least one row and one column")
         _check_dtypes(text, match[4], x, **given)
+        _check_integers(text, match[1], **given)
         return cls(
             match[1],
             (_size(match[2]), _size(match[3])),
@@ -161,10 +172,20 @@ def _check_dtypes(text: str, scale: str, x: str, zero: str = "u8", offset: str =
     for dtype in (scale, offset):
         if not DTYPES[dtype].is_floating_point:
             raise VerifyError(f"{text!r}: scales and offsets are floats, not {dtype}")
-    if zero not in ("u8", "i8"):
-        raise VerifyError(f"{text!r}: zero= is u8 or i8")
     if x not in ("", "i8", "f8e4m3"):
         raise VerifyError(f"{text!r}: x= is i8 or f8e4m3")
+
+
+def _check_integers(text: str, codes: str, zero: str | None = None, offset: str = "") -> None:
+    """Zeros and offsets are of integer codes, and a zero is itself a code."""
+    form = CODE_FORMATS[codes]
+    if form.is_float and (zero or offset):
+        raise VerifyError(
+            f"{text!r}: codes of {codes} are floats on both sides of 0, and have no zero= and no"
+            f" offset=; leave it out, or choose integers such as uint{form.bits}"
+        )
+    if zero is not None and zero != form.dtype:
+        raise VerifyError(f"{text!r}: the zero= of {codes} is {form.dtype}, as its codes are")
 
 
 def _size(text: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ _BALANCED = (
     ("*mlp*", "int4"),
     ("*feed_forward*", "int4"),
 )
-AS_IS = "none"
+NO_SCHEME = "none"
+# In an artifact, what its linears were quantised by.
+RECIPE_FILE = "ir/recipe.yaml"
 
 
 def scheme_names() -> list[str]:
@@ -90,7 +93,7 @@ def find_schemes(names: Iterable[str], dtype: str, targets: Iterable[Target]) ->
 def _scheme(name: str, dtype: str, others: str = "or none") -> QuantScheme | None:
     """The scheme of a name or a text; None for ``none``. ``others`` is what else can be written
     in this place."""
-    if name == AS_IS:
+    if name == NO_SCHEME:
         return None
     if name in _FIXED:
         return QuantScheme.parse(_FIXED[name])
@@ -131,10 +134,37 @@ def _read_recipe(path: Path, dtype: str) -> Recipe:
         if not isinstance(pattern, str) or not isinstance(name, str | None):
             raise OctavoError(f"{path}: expected a pattern and a scheme, got {pattern!r}: {name!r}")
         try:
-            rules.append((pattern, _scheme(name or AS_IS, dtype)))
+            rules.append((pattern, _scheme(name or NO_SCHEME, dtype)))
         except OctavoError as error:
             raise OctavoError(f"{path}: {pattern}: {error}") from None
     return Recipe(path.stem, tuple(rules), is_for_model=True)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe as YAML that ``find_recipe`` reads, with the text of each scheme."""
+    rules = {pattern: str(scheme or NO_SCHEME) for pattern, scheme in _first_rules(recipe)}
+    text: str = yaml.safe_dump(rules, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def recipe_difference(one: Recipe, other: Recipe) -> str | None:
+    """The first line in which two recipes differ, in words; None where they say the same."""
+    for mine, yours in zip_longest(_first_rules(one), _first_rules(other)):
+        if mine != yours:
+            return f"{one.name} has {_line(mine)}, {other.name} has {_line(yours)}"
+    return None
+
+
+def _first_rules(recipe: Recipe) -> list[tuple[str, QuantScheme | None]]:
+    """Without those whose pattern stands there before."""
+    rules: dict[str, QuantScheme | None] = {}
+    for pattern, scheme in recipe.rules:
+        rules.setdefault(pattern, scheme)
+    return list(rules.items())
+
+
+def _line(rule: tuple[str, QuantScheme | None] | None) -> str:
+    return "no more lines" if rule is None else f"'{rule[0]}': {rule[1] or NO_SCHEME}"
 
 
 def unquantized_notices(recipe: Recipe, stages: Iterable[Stage]) -> list[str]:

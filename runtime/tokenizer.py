@@ -84,6 +84,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._named_id("eos_token")
 
+    def text_tokens(self) -> dict[int, str]:
+        """The tokens that text is cut into, by id: all but added ones, which tunings rename."""
+        vocabulary = self._raw.get_vocab(with_added_tokens=False)
+        added = self._raw.get_added_tokens_decoder()
+        return {number: token for token, number in vocabulary.items() if number not in added}
+
     def to_json(self) -> str:
         """As tokenizer.json has it, with the tokens that only its configuration lists."""
         text: str = self._raw.to_str()

@@ -13,11 +13,9 @@ architecture what would be run, on any machine, and leaves it in the cache of ke
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.codegen.render import render_kernel
 from octavo.codegen.triton_layouts import TritonLayout
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.types import DTYPES
@@ -43,20 +40,11 @@ from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import Launch, Workspace, recording
 from octavo.runtime.kernel_binary import Specialisation
 from octavo.runtime.tune import graph_seconds
+from tests.linear_kernels import PLAIN
+from tests.rendered_kernel import rendered
 
 DEVICE = "cuda"
 EPS = 1e-5
-PLAIN: dict[str, Any] = {
-    "dtype": "bf16",
-    "out_dtype": "bf16",
-    "has_bias": False,
-    "norm_eps": None,
-    "activation": None,
-    "softcap": None,
-    "has_residual": False,
-    "takes_sumsq": False,
-    "emit_sumsq": False,
-}
 NORMED = {"norm_eps": EPS, "takes_sumsq": True}
 STREAM = {"has_residual": True, "emit_sumsq": True}
 # N, K, and what stands around.
@@ -309,16 +297,7 @@ def _module(shape: str, scheme: str) -> ModuleType:
         template = "quant_linear"
         constants["sums_one_row"] = scheme == "int4" and constants["takes_sumsq"]
         constants |= TritonLayout.of(QuantScheme.parse(text), n, k).constants("bf16", "bf16")
-    source = render_kernel(f"triton/{template}.py.j2", "fused_linear", constants)
-    name = f"{shape}_{scheme}"
-    path = Path(tempfile.mkdtemp(prefix="quant_linears_")) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = rendered("fused_linear", constants, template)
     module.CHOICES.reset(90)
     return module
 

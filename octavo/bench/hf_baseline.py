@@ -85,20 +85,7 @@ def measure_decode(
     padded_batch(model, short)  # warm-up
     first = statistics.median(_seconds(model, short) for _ in range(repeats))
     steps = [(_seconds(model, long) - first) / (output_len - 1) for _ in range(repeats)]
-    median = statistics.median(steps)
-    return Decode(
-        engine="hugging face",
-        batch_size=batch_size,
-        input_len=input_len,
-        output_len=output_len,
-        tokens_per_second=batch_size / median,
-        slowest=batch_size / max(steps),
-        fastest=batch_size / min(steps),
-        step_ms=median * 1e3,
-        first_token_ms=first * 1e3,
-        floor_ms=None,
-        share=None,
-    )
+    return Decode.of_steps("hugging face", (batch_size, input_len, output_len), steps, first)
 
 
 def _seconds(model: Any, jobs: list[Job]) -> float:

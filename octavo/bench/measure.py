@@ -37,20 +37,9 @@ def measure_decode(
     floor = roofline.seconds(
         traffic.decode_bytes(batch_size, context), traffic.flops(batch_size, batch_size)
     )
-    median = statistics.median(step_seconds)
-    return Decode(
-        engine="octavo",
-        batch_size=batch_size,
-        input_len=input_len,
-        output_len=output_len,
-        tokens_per_second=batch_size / median,
-        slowest=batch_size / max(step_seconds),
-        fastest=batch_size / min(step_seconds),
-        step_ms=median * 1e3,
-        first_token_ms=statistics.median(line.first_token_seconds for line in lines) * 1e3,
-        floor_ms=floor * 1e3,
-        share=floor / median,
-    )
+    first = statistics.median(line.first_token_seconds for line in lines)
+    sizes = (batch_size, input_len, output_len)
+    return Decode.of_steps("octavo", sizes, step_seconds, first, floor)
 
 
 def _mean_context(line: Timeline, input_len: int, output_len: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,32 @@ class Decode:
     floor_ms: float | None
     share: float | None
     efficiency: float | None = None
+
+    @classmethod
+    def of_steps(
+        cls,
+        engine: str,
+        sizes: tuple[int, int, int],
+        step_seconds: Sequence[float],
+        first_token_seconds: float,
+        floor_seconds: float | None = None,
+    ) -> Decode:
+        """From the mean step of each repeat; ``sizes`` are batch size, input and output length."""
+        batch_size, input_len, output_len = sizes
+        median = statistics.median(step_seconds)
+        return cls(
+            engine=engine,
+            batch_size=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            tokens_per_second=batch_size / median,
+            slowest=batch_size / max(step_seconds),
+            fastest=batch_size / min(step_seconds),
+            step_ms=median * 1e3,
+            first_token_ms=first_token_seconds * 1e3,
+            floor_ms=None if floor_seconds is None else floor_seconds * 1e3,
+            share=None if floor_seconds is None else floor_seconds / median,
+        )
 
 
 @dataclass(frozen=True)

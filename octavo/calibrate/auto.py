@@ -10,11 +10,11 @@ from octavo.calibrate.budget import Candidate, choose_under_budget
 from octavo.calibrate.quantize_streamed import first_linears, schemes_of
 from octavo.calibrate.sensitivity import Sensitivity, measure_sensitivity
 from octavo.ir.errors import OctavoError, VerifyError
-from octavo.ir.graph import Graph
+from octavo.ir.graph import Graph, Node
 from octavo.ir.interpret import WeightCache, WeightSource
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.passes.quant_recipe import Modules, Recipe
-from octavo.quantize import AS_IS
+from octavo.quantize import NO_SCHEME
 
 _EVERY = QuantScheme.parse("int8<1x*, f32>")  # fits any matrix
 
@@ -40,7 +40,7 @@ class AutoRecipe:
     def recipe(self) -> Recipe:
         """As quantize-linears takes it."""
         rules = [
-            (module, None if choice.scheme == AS_IS else QuantScheme.parse(choice.scheme))
+            (module, None if choice.scheme == NO_SCHEME else QuantScheme.parse(choice.scheme))
             for choice in self.choices
             for module in choice.modules
         ]
@@ -73,39 +73,63 @@ def choose_recipe(
     The budget is that of all weights, quantised or not. ``graph`` is as fold-input-scales finds
     it. Raises OctavoError for a budget that cannot be met, saying the least.
     """
-    names = schemes_of(graph, Recipe("auto", (("*", _EVERY),)))
-    linears = {weight.name: linear for linear, weight in first_linears(graph, names)}
-    fixed = sum(
-        value.tensor.num_bytes({}) for value in graph.used_weights() if value.name not in names
+    room = require_room(graph, schemes, budget_bytes)
+    measured = list(measure_sensitivity(graph, weights, sequences, room.schemes))
+    chosen = choose_under_budget(
+        [_candidates(each) for each in measured], budget_bytes - room.fixed_bytes
     )
-    candidates = {
-        name: [scheme for scheme in schemes if _fits(scheme, linears[name].operand(1).shape)]
-        for name in names
-    }
-    measured = list(measure_sensitivity(graph, weights, sequences, candidates))
-    chosen = _choose([_candidates(each) for each in measured], fixed, budget_bytes)
     modules = Modules(graph)
     choices = tuple(
         Choice(
-            tuple(module.paths[0] for module in modules.of(linears[each.name])),
+            tuple(module.paths[0] for module in modules.of(room.linears[each.name])),
             pick.scheme,
             pick.num_bytes,
             pick.cost,
         )
         for each, pick in zip(measured, chosen, strict=True)
     )
-    return AutoRecipe(choices, fixed + sum(choice.num_bytes for choice in choices))
+    return AutoRecipe(choices, room.fixed_bytes + sum(choice.num_bytes for choice in choices))
 
 
-def _choose(candidates: list[list[Candidate]], fixed: int, budget: int) -> list[Candidate]:
-    least = fixed + sum(min(c.num_bytes for c in each) for each in candidates)
-    if least > budget:
+@dataclass(frozen=True)
+class _Room:
+    """What a budget is spent on: matrices by name, the first linear of each and the schemes that
+    fit it; and the bytes of all other weights."""
+
+    linears: dict[str, Node]
+    schemes: dict[str, list[QuantScheme]]
+    fixed_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        """Of all weights, each matrix in the smallest of its schemes."""
+        return self.fixed_bytes + sum(map(self._least_of, self.linears))
+
+    def _least_of(self, name: str) -> int:
+        weight = self.linears[name].operand(1)
+        rows, columns = weight.shape
+        sizes = [scheme.num_bytes(rows, columns) for scheme in self.schemes[name]]
+        return min([weight.tensor.num_bytes({}), *sizes])
+
+
+def require_room(graph: Graph, schemes: Sequence[QuantScheme], budget_bytes: int) -> _Room:
+    """What the budget of ``choose_recipe`` is spent on; measures nothing. Raises OctavoError for a
+    budget that cannot be met, saying the least."""
+    names = schemes_of(graph, Recipe("auto", (("*", _EVERY),)))
+    linears = {weight.name: linear for linear, weight in first_linears(graph, names)}
+    fitting = {
+        name: [scheme for scheme in schemes if _fits(scheme, linears[name].operand(1).shape)]
+        for name in names
+    }
+    others = [value for value in graph.used_weights() if value.name not in names]
+    room = _Room(linears, fitting, sum(value.tensor.num_bytes({}) for value in others))
+    if room.least_bytes > budget_bytes:
         raise OctavoError(
-            f"--budget-gb {budget / 1e9:g} cannot be met: the least possible is {_gb(least)} GB, of"
-            f" which {_gb(fixed)} GB are weights that are not quantised (embeddings, norms, the LM"
-            " head)"
+            f"--budget-gb {budget_bytes / 1e9:g} cannot be met: the least possible is"
+            f" {_gb(room.least_bytes)} GB, of which {_gb(room.fixed_bytes)} GB are weights that are"
+            " not quantised (embeddings, norms, the LM head)"
         )
-    return choose_under_budget(candidates, budget - fixed)
+    return room
 
 
 def _gb(num_bytes: int) -> str:
@@ -115,7 +139,7 @@ def _gb(num_bytes: int) -> str:
 
 def _candidates(measured: Sensitivity) -> list[Candidate]:
     return [
-        Candidate(str(scheme) if scheme else AS_IS, size, measured.errors[scheme])
+        Candidate(str(scheme) if scheme else NO_SCHEME, size, measured.errors[scheme])
         for scheme, size in measured.num_bytes.items()
     ]
 

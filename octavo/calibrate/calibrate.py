@@ -30,11 +30,12 @@ class Calibration:
     """How codes are chosen: by which method, and with how much of the text.
 
     ``rtn`` rounds to nearest and needs no text. ``gptq`` (with its options) and ``awq`` do. Either
-    scales the inputs that a scheme rounds to integers, as SmoothQuant does.
+    scales the inputs that a scheme rounds to integers, as SmoothQuant does. ``samples`` left out
+    are those of ``CalibrationOptions()``.
     """
 
     method: Method = "gptq"
-    samples: CalibrationOptions = field(default_factory=CalibrationOptions)
+    samples: CalibrationOptions | None = None
     gptq: GPTQOptions = field(default_factory=GPTQOptions)
 
     def __post_init__(self) -> None:

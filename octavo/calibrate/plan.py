@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from octavo.calibrate.auto import AutoRecipe, choose_recipe
+from octavo.calibrate.auto import AutoRecipe, choose_recipe, require_room
 from octavo.calibrate.calibrate import (
     Calibration,
     Progress,
@@ -19,10 +20,13 @@ from octavo.calibrate.sequences import CalibrationOptions, sample_windows
 from octavo.evaluate.windows import PASSAGE
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.ir.errors import OctavoError
+from octavo.ir.graph import Graph
 from octavo.ir.quant_scheme import QuantScheme
 from octavo.ir.weight_cache import WeightSource
 from octavo.passes.quant_recipe import Quantization
 from octavo.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 # What a budget is spent on; those that a target has no kernel for are left out.
@@ -45,7 +49,7 @@ class CalibrationRequest:
     budget_gb: float | None = None
 
     def check(
-        self, quant: str | None, *, quant_head: str | None = None, with_weights: bool = True
+        self, quant: str | Path | None, *, quant_head: str | None = None, with_weights: bool = True
     ) -> None:
         """Raise OctavoError for parts that do not go together, and for a text that cannot be
         read."""
@@ -58,8 +62,17 @@ class CalibrationRequest:
                 f"--act-order is of GPTQ, and codes are chosen by {method}: give --calibration FILE"
                 " without another --quant-method, or leave it out"
             )
-        if self.text is not None and quant is None:
+        if self.text is None and self.calibration.samples is not None:
+            raise OctavoError(
+                "--calibration-samples and --calibration-length are of a text: give --calibration"
+                " FILE, or leave them out"
+            )
+        if self.text is not None and quant is None and quant_head is None:
             raise OctavoError("--calibration without --quant: say what to quantise to")
+        if self.text is not None and not with_weights:
+            raise OctavoError(
+                "--calibration chooses codes, and --no-weights stores none: leave one of them out"
+            )
         self.read_text()
 
     def _check_budget(self, is_auto: bool, quant_head: str | None, with_weights: bool) -> None:
@@ -76,6 +89,11 @@ class CalibrationRequest:
         if is_auto and not with_weights:
             raise OctavoError("--quant auto measures the weights: leave --no-weights out")
 
+    @property
+    def runs_text(self) -> bool:
+        """Whether the graph is run on a text."""
+        return self.text is not None or self.budget_gb is not None
+
     def read_text(self) -> str:
         """The text, or the passage that comes with Octavo. Raises OctavoError."""
         path = self.text or PASSAGE
@@ -85,6 +103,29 @@ class CalibrationRequest:
             raise OctavoError(
                 f"--calibration {path} cannot be read as UTF-8 text: {error}"
             ) from None
+
+
+def read_samples(
+    request: CalibrationRequest, tokenizer: Tokenizer, max_position: int
+) -> list[list[int]]:
+    """Samples of the text as token ids, no longer than the model can take.
+
+    Tells of fewer or shorter ones than were asked for; raises OctavoError where there is none.
+    """
+    asked = request.calibration.samples or CalibrationOptions()
+    if request.text is None:
+        asked = _PASSAGE_SAMPLES
+    length = min(asked.length, max_position)
+    ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
+    found = sample_windows(ids, replace(asked, length=length))
+    if request.text is not None and (len(found), length) != (asked.num_samples, asked.length):
+        logger.warning(
+            "calibrating on %d samples of %d tokens, not on %d of %d: %s has %d tokens, and the"
+            " model takes %d at most",
+            *(len(found), length, asked.num_samples, asked.length),
+            *(request.text.name, len(ids), max_position),
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -97,6 +138,14 @@ class Planned:
     auto: AutoRecipe | None = None
 
 
+def check_budget(
+    budget_gb: float, imported: Imported, schemes: Sequence[QuantScheme], target: str
+) -> None:
+    """Raise OctavoError for a budget that no choice among ``schemes`` meets, before any is
+    measured."""
+    require_room(_before_quantization(imported, target), schemes, int(budget_gb * 1e9))
+
+
 def plan_quantization(
     imported: Imported,
     weights: BoundWeights,
@@ -104,42 +153,31 @@ def plan_quantization(
     request: CalibrationRequest,
     *,
     target: str,
-    tokenizer: Tokenizer | None,
+    sequences: Sequence[Sequence[int]],
     folder: Path,
     schemes: Sequence[QuantScheme],
     progress: Progress | None = None,
 ) -> Planned:
     """Choose a recipe, if a budget asks for it among ``schemes``, and codes, if there is a text.
 
-    ``folder`` takes the codes and has to stay until the weights are written. Raises OctavoError.
+    ``sequences`` are what ``read_samples`` made of the text. ``folder`` takes the codes and has to
+    stay until the weights are written. Raises OctavoError.
     """
-    sequences = _sequences(request, tokenizer, imported.max_position)
-
     auto = None
     if request.budget_gb is not None:
-        graph = graph_before_quantization(
-            imported.graph, max_position=imported.max_position, target=target
-        )
+        graph = _before_quantization(imported, target)
         budget = int(request.budget_gb * 1e9)
         auto = choose_recipe(graph, weights, sequences, schemes, budget)
         quantization = replace(quantization, recipe=auto.recipe)
     if request.text is None:
         return Planned(quantization, weights, auto)
-    graph = graph_before_quantization(
-        imported.graph, max_position=imported.max_position, target=target
-    )
     store = CodeStore(folder, weights)
+    graph = _before_quantization(imported, target)
     found = calibrate(graph, store, sequences, quantization, request.calibration, progress)
     return Planned(found, store, auto)
 
 
-def _sequences(
-    request: CalibrationRequest, tokenizer: Tokenizer | None, max_position: int
-) -> list[list[int]]:
-    """Samples of the text, no longer than the model can take."""
-    if tokenizer is None:
-        raise OctavoError("the model has no tokenizer: no text can calibrate it")
-    options = _PASSAGE_SAMPLES if request.text is None else request.calibration.samples
-    options = replace(options, length=min(options.length, max_position))
-    ids = tokenizer.encode(request.read_text(), add_special_tokens=False)
-    return sample_windows(ids, options)
+def _before_quantization(imported: Imported, target: str) -> Graph:
+    return graph_before_quantization(
+        imported.graph, max_position=imported.max_position, target=target
+    )

@@ -34,7 +34,7 @@ def sample_windows(ids: Sequence[int], options: CalibrationOptions) -> list[list
     if count < 1:
         raise OctavoError(
             f"the calibration text has {len(ids)} tokens, expected at least one sample of"
-            f" {options.length}; give a longer text or fewer tokens a sample"
+            f" {options.length}; give a longer text, or shorter samples with --calibration-length"
         )
     room = len(ids) - count * options.length
     starts = [k * options.length + (room * k) // max(1, count - 1) for k in range(count)]

@@ -8,12 +8,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from octavo.ir.errors import OctavoError
+
+if TYPE_CHECKING:
+    from octavo.calibrate.plan import CalibrationRequest
+    from octavo.compile import CompileReport
+
 TUNE_SECONDS = 300.0
-LOSS_TOKENS = 1024
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -60,9 +65,12 @@ def compile_command(
         typer.Option(help="How codes are chosen; gptq with --calibration, else rtn: to nearest."),
     ] = None,
     calibration_samples: Annotated[
-        int, typer.Option(min=1, help="Samples of the text, spread over all of it.")
-    ] = 128,
-    calibration_length: Annotated[int, typer.Option(min=2, help="Tokens of each sample.")] = 512,
+        int | None,
+        typer.Option(min=1, help="Samples of the text, spread over all of it; 128 without this."),
+    ] = None,
+    calibration_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each sample; 512 without this.")
+    ] = None,
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: columns of the largest inputs first.")
     ] = False,
@@ -71,11 +79,13 @@ def compile_command(
         typer.Option(metavar="N", help="With --quant auto: 10^9 bytes that all weights may take."),
     ] = None,
     loss_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, help="Tokens of a text on which a quantised artifact is compared; 0 for none."
+            min=0,
+            help="Tokens of a text on which a quantised artifact is compared, 1024 without this; 0 "
+            "for none.",
         ),
-    ] = LOSS_TOKENS,
+    ] = None,
     dequantize: Annotated[
         bool,
         typer.Option(
@@ -129,12 +139,10 @@ def compile_command(
     another number.
     """
     with _keeping_what_is_made():
-        from octavo.calibrate.calibrate import Calibration
-        from octavo.calibrate.gptq import GPTQOptions
-        from octavo.calibrate.plan import CalibrationRequest
-        from octavo.calibrate.sequences import CalibrationOptions
-        from octavo.compile import compile_model, recipe_path
+        from octavo.compile import compile_model
 
+    if quant_method == "rtn" and quant is None and quant_head is None:
+        raise OctavoError("--quant-method without --quant: say what to quantise to")
     with _ending_on_sigterm():
         report = compile_model(
             model,
@@ -143,13 +151,11 @@ def compile_command(
             target=target,
             quant=quant,
             quant_head=quant_head,
-            calibration=CalibrationRequest(
+            calibration=_calibration(
                 calibration,
-                Calibration(
-                    quant_method or ("gptq" if calibration else "rtn"),
-                    CalibrationOptions(calibration_samples, calibration_length),
-                    GPTQOptions(act_order=act_order),
-                ),
+                quant_method,
+                (calibration_samples, calibration_length),
+                act_order,
                 budget_gb,
             ),
             loss_tokens=loss_tokens,
@@ -163,11 +169,38 @@ def compile_command(
             kv_scale_per=kv_scale_per,
             kv_scales=kv_scales,
         )
+    _print_report(report)
+
+
+def _calibration(
+    text: Path | None,
+    method: Literal["rtn", "gptq", "awq"] | None,
+    samples: tuple[int | None, int | None],
+    act_order: bool,
+    budget_gb: float | None,
+) -> CalibrationRequest:
+    """What the options about choosing codes come to; ``samples`` are their number and length."""
+    from octavo.calibrate.calibrate import Calibration
+    from octavo.calibrate.gptq import GPTQOptions
+    from octavo.calibrate.plan import CalibrationRequest
+    from octavo.calibrate.sequences import CalibrationOptions
+
+    names = ("num_samples", "length")
+    given = {name: value for name, value in zip(names, samples, strict=True) if value is not None}
+    chosen = Calibration(
+        method or ("gptq" if text else "rtn"),
+        CalibrationOptions(**given) if given else None,
+        GPTQOptions(act_order=act_order),
+    )
+    return CalibrationRequest(text, chosen, budget_gb)
+
+
+def _print_report(report: CompileReport) -> None:
     print(f"{report.output}: {report.total_bytes / 2**20:.1f} MiB in {report.seconds:.1f} s")
     print(report.artifact_id)
-    if quant == "auto":
-        print(f"the recipe that was chosen, to edit and give to --quant: {recipe_path(output)}")
-        print(recipe_path(output).read_text("utf-8"), end="")
+    if report.recipe is not None:
+        print(f"the recipe that was chosen, to edit and give to --quant: {report.recipe}")
+        print(report.recipe.read_text("utf-8"), end="")
     print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,21 @@ from typing import Any
 
 import torch
 
+from octavo.evaluate.comparable import check_comparable, identify_artifact, identify_source
 from octavo.evaluate.distributions import Loss, LossMeter
-from octavo.evaluate.models import ArtifactModel, EvaluatedModel, open_reference
+from octavo.evaluate.models import (
+    ArtifactModel,
+    EvaluatedModel,
+    find_reference,
+    open_reference,
+)
 from octavo.evaluate.modules import ModuleError, module_errors
 from octavo.evaluate.windows import PASSAGE, WindowOptions, windows
 from octavo.ir.errors import OctavoError
+from octavo.runtime.artifact import Artifact
 from octavo.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Whoever compares modules holds all that they give at once.
 _MODULE_TOKENS = 128
@@ -61,26 +71,26 @@ def evaluate(
     """Compare an artifact with the model that it was made of, or with another artifact.
 
     ``text`` is a UTF-8 file; None is a passage that comes with Octavo, some 7,000 tokens. A model
-    runs in float32 whatever it is stored in. Raises OctavoError.
+    runs in float32 whatever it is stored in. Models of different architectures are compared with a
+    notice. Raises OctavoError, also where the vocabularies differ.
     """
     options = options or WindowOptions()
-    model = ArtifactModel(Path(directory), options.context)
-    longest = model.artifact.manifest.max_position
-    if options.context > longest:
-        raise OctavoError(
-            f"a context of {options.context} tokens: the model takes at most {longest};"
-            f" choose --context {longest} or less"
-        )
-    ids = read_tokens(model, Path(text) if text is not None else PASSAGE)
-    with open_reference(against, options.context) as reference:
+    artifact = Artifact.open(directory)
+    found = find_reference(against)
+    other = identify_artifact(found) if isinstance(found, Artifact) else identify_source(found)
+    for notice in check_comparable(identify_artifact(artifact), other, options.context):
+        logger.warning("%s", notice)
+    ids = read_tokens(artifact, Path(text) if text is not None else PASSAGE)
+    model = ArtifactModel(artifact, options.context)
+    with open_reference(found, options.context) as reference:
         return compare(model, reference, ids, options, with_modules, progress)
 
 
-def read_tokens(model: ArtifactModel, path: Path) -> list[int]:
+def read_tokens(artifact: Artifact, path: Path) -> list[int]:
     """A text file's tokens, by the artifact's tokenizer, without special ones."""
-    tokenizer = Tokenizer.from_artifact(model.artifact)
+    tokenizer = Tokenizer.from_artifact(artifact)
     if tokenizer is None:
-        raise OctavoError(f"{model.artifact.root} has no tokenizer: no text can be evaluated")
+        raise OctavoError(f"{artifact.root} has no tokenizer: no text can be evaluated")
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,12 +106,7 @@ def compare(
     with_modules: bool = True,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Compare on token ids."""
-    if model.vocab_size != reference.vocab_size:
-        raise OctavoError(
-            f"the vocabularies have {model.vocab_size} and {reference.vocab_size} tokens: the"
-            " artifact was made of another model"
-        )
+    """Compare on token ids two models that ``check_comparable`` has let pass."""
     meter, every = LossMeter(), list(windows(ids, options))
     for count, window in enumerate(every):
         rows = slice(window.first - 1, len(window.ids) - 1)

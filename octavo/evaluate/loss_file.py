@@ -14,7 +14,7 @@ from octavo.evaluate.evaluate import compare, read_tokens
 from octavo.evaluate.models import ArtifactModel, hugging_face
 from octavo.evaluate.windows import PASSAGE, WindowOptions
 from octavo.frontend.source import ModelSource
-from octavo.runtime.artifact import read_manifest
+from octavo.runtime.artifact import Artifact
 
 LOSS_FILE = "tests/loss.json"
 
@@ -25,13 +25,13 @@ def measure_loss(directory: Path, source: ModelSource, num_tokens: int) -> str |
 
     The model runs in float32, streamed: two operations for each parameter and token.
     """
-    longest = read_manifest(directory).max_position
-    context = min(WindowOptions().context, longest)
-    options = WindowOptions(context, context, num_tokens)
-    model = ArtifactModel(directory, context)
-    if model.artifact.model_file("tokenizer.json") is None:
+    artifact = Artifact.open(directory)
+    if artifact.model_file("tokenizer.json") is None:
         return None
-    ids = read_tokens(model, PASSAGE)
+    context = min(WindowOptions().context, artifact.manifest.max_position)
+    options = WindowOptions(context, context, num_tokens)
+    ids = read_tokens(artifact, PASSAGE)
+    model = ArtifactModel(artifact, context)
     with hugging_face(source) as reference:
         found = compare(model, reference, ids, options, with_modules=False)
     return _text(found.loss, options)

@@ -15,17 +15,16 @@ from octavo.evaluate.artifact_graph import graph_values
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.meta_model import build_model
 from octavo.frontend.reference import eager_model, model_logits, streamed_model
+from octavo.frontend.refused import NoWeights
 from octavo.frontend.source import ModelSource, open_weights, resolve
 from octavo.frontend.weights import WeightSource
+from octavo.ir.errors import OctavoError
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.window_logits import WindowLogits
 
 
 class EvaluatedModel(Protocol):
     """Whatever gives logits for token ids."""
-
-    @property
-    def vocab_size(self) -> int: ...
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits ``f32[len, V]``."""
@@ -40,13 +39,9 @@ class ArtifactModel:
     """An artifact. ``hidden`` interprets the last stage of its IR with the weights that it stores;
     logits come from its program."""
 
-    def __init__(self, path: Path, max_tokens: int) -> None:
-        self.artifact = Artifact.open(path)
-        self._windows = WindowLogits(self.artifact, max_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.artifact.manifest.vocab_size
+    def __init__(self, artifact: Artifact, max_tokens: int) -> None:
+        self.artifact = artifact
+        self._windows = WindowLogits(artifact, max_tokens)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         return torch.cat(list(self._windows.logits(ids)))
@@ -63,10 +58,6 @@ class HuggingFaceModel:
 
     def __init__(self, config: Any, weights: WeightSource, model: Any) -> None:
         self._config, self._weights, self._model = config, weights, model
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._config.get_text_config().vocab_size)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         found = model_logits(self._model, list(ids))
@@ -92,15 +83,27 @@ class HuggingFaceModel:
         yield from found.items()
 
 
-@contextmanager
-def open_reference(model: str | Path, max_tokens: int) -> Iterator[EvaluatedModel]:
+def find_reference(model: str | Path) -> Artifact | ModelSource:
     """An artifact directory, or whatever ``octavo compile`` takes. Raises OctavoError."""
     if (Path(model) / "manifest.json").is_file():
-        yield ArtifactModel(Path(model), max_tokens)
+        return Artifact.open(model)
+    try:
+        return resolve(model)
+    except NoWeights as error:
+        raise OctavoError(
+            f"{error.found}: there is nothing to compare with; give --against a model directory"
+            " with its weights, a .gguf file, a hub id or an artifact"
+        ) from None
+
+
+@contextmanager
+def open_reference(found: Artifact | ModelSource, max_tokens: int) -> Iterator[EvaluatedModel]:
+    """What ``find_reference`` found, ready to run."""
+    if isinstance(found, Artifact):
+        yield ArtifactModel(found, max_tokens)
         return
-    source = resolve(model)
-    with hugging_face(source) as found:
-        yield found
+    with hugging_face(found) as model:
+        yield model
 
 
 @contextmanager

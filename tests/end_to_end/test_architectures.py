@@ -85,7 +85,7 @@ def _compile(name: str, dtype: str, folder: Path) -> Compiled:
 
     with pytest.MonkeyPatch.context() as patch:
         # Tracing takes longest: the test of the stages takes its buffers from the one trace.
-        patch.setattr("octavo.compile.import_model", remember)
+        patch.setattr("octavo.build.import_model", remember)
         compile_model(checkpoint, artifact, dtype=dtype, target="cpu", progress=False)
     [imported] = imports
     # A bound below the config's, as longrope has, leaves no room for the longest.

@@ -267,7 +267,7 @@ def compiled(
             tiny_model(name, seed=0).save_pretrained(checkpoint)
             with pytest.MonkeyPatch.context() as patch:
                 # Tracing takes longest: all tests share one trace.
-                patch.setattr("octavo.compile.import_model", lambda _, dtype: traced(name, dtype))
+                patch.setattr("octavo.build.import_model", lambda _, dtype: traced(name, dtype))
                 compile_model(checkpoint, artifact, target="cpu", progress=False)
         return folders[name]
 

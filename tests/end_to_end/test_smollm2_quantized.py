@@ -53,11 +53,12 @@ def losses(smollm2_gguf: Path, session_dir: Path) -> dict[str, Loss]:
             dequantize=True,  # else it keeps the codes that it has
             progress=False,
         )
-        schemes = Artifact.open(artifact, verify=False).manifest.quant_schemes
+        opened = Artifact.open(artifact)
+        schemes = opened.manifest.quant_schemes
         assert set(schemes) == {scheme}, f"{quant}: the linears are of {schemes}"
-        models[quant] = ArtifactModel(artifact, OPTIONS.context)
+        models[quant] = ArtifactModel(opened, OPTIONS.context)
     meters = {quant: LossMeter() for quant in models}
-    ids = read_tokens(models["int8"], TEXT)
+    ids = read_tokens(models["int8"].artifact, TEXT)
     with hugging_face(resolve(smollm2_gguf)) as reference:
         for window in windows(ids, OPTIONS):
             rows = slice(window.first - 1, len(window.ids) - 1)

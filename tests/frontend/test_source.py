@@ -43,7 +43,7 @@ def test_a_directory_without_config(tmp_path: Path) -> None:
     [
         (
             "config.json",
-            r"add --random-weights SEED .*compile_model\(\.\.\., random_weights=SEED\)",
+            r"draw them with --random-weights SEED .*compile_model\(\.\.\., random_weights=SEED\)",
         ),
         ("model.safetensors", "give its directory"),
         ("model.txt", "is not a model"),
@@ -57,7 +57,9 @@ def test_a_file_that_is_no_model(tmp_path: Path, name: str, message: str) -> Non
 
 def test_a_config_alone_needs_random_weights(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
-    with pytest.raises(OctavoError, match="add the weights, or compile with --random-weights"):
+    with pytest.raises(
+        OctavoError, match=r"holds no safetensors, expected .* add the weights, or draw them"
+    ):
         resolve(tmp_path)
 
 
