@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import octavo
 from octavo.calibrate.auto import AutoRecipe
+from octavo.calibrate.key_offsets import offset_buffers
 from octavo.calibrate.plan import (
     AUTO,
     AUTO_SCHEMES,
@@ -24,6 +26,7 @@ from octavo.calibrate.plan import (
     Planned,
     plan_quantization,
 )
+from octavo.calibrate.plan_offsets import plan_key_offsets
 from octavo.codegen.artifact import ArtifactWriter
 from octavo.codegen.cpu_rules import DEQUANTIZED_AT_LOAD
 from octavo.codegen.generate import Generated, generate
@@ -33,7 +36,7 @@ from octavo.evaluate.loss_file import LOSS_FILE, measure_loss
 from octavo.frontend.accounting import account
 from octavo.frontend.check_trace import TraceCheck, check_rounded, check_trace
 from octavo.frontend.config import choose_dtype
-from octavo.frontend.kv_scales import head_scales, load_kv_scales
+from octavo.frontend.kv_scales import head_constants, load_kv_scales
 from octavo.frontend.model_files import write_model_files
 from octavo.frontend.read_codes import read_codes
 from octavo.frontend.refused import RefusedArchitecture, is_out_of_memory
@@ -115,6 +118,7 @@ def compile_model(
     kv_cache_dtype: str = "auto",
     kv_scale_per: str | None = None,
     kv_scales: str | Path | None = None,
+    kv_calibration: str | Path | None = None,
 ) -> CompileReport:
     """Compile a model into an artifact directory.
 
@@ -126,18 +130,19 @@ def compile_model(
     what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
     compared with the model on ``loss_tokens`` tokens of a text; 0 leaves it out. A quantised
     checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers.
-    ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
-    values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of the checkpoint's
-    weights are stored, for runs with ``load_format="dummy"``. On a machine with the GPU that is
-    compiled for, kernels are tuned for up to ``tune_seconds``. An existing ``output`` is replaced
-    only with ``force``, and only when the new artifact is complete. Of several threads one compiles
-    at a time, the others wait. Raises OctavoError, one line; then, and when interrupted, ``output``
-    is as it was before and what was written beside it is removed.
+    ``kv_cache_dtype``, ``kv_scale_per``, ``kv_scales`` and ``kv_calibration`` say how the KV cache
+    holds keys and values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of
+    the checkpoint's weights are stored, for runs with ``load_format="dummy"``, and offsets of keys
+    are zeros. On a machine with the GPU that is compiled for, kernels are tuned for up to
+    ``tune_seconds``. An existing ``output`` is replaced only with ``force``, and only when the new
+    artifact is complete. Of several threads one compiles at a time, the others wait. Raises
+    OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was
+    written beside it is removed.
     """
     start = time.perf_counter()
     phases = Phases(visible=progress)
     targets = resolve_targets(target)
-    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets)
+    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets, kv_calibration)
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough
@@ -219,6 +224,7 @@ def _build(job: _Job) -> tuple[Manifest, AutoRecipe | None]:
     weights, check = _weights(job, imported)
     codes = job.writer.directory / "codes"  # as long as weights are written
     planned = _planned(job, imported, weights, codes)
+    key_offsets = _key_offsets(job, imported, weights, codes)
     graph = imported.graph
     with phases("rewrite"):
         stages = run_pipeline(
@@ -228,6 +234,7 @@ def _build(job: _Job) -> tuple[Manifest, AutoRecipe | None]:
             quantization=planned.quantization,
             kv_scheme=job.kv.scheme,
             has_kv_scales=job.kv.has_head_scales,
+            has_kv_offsets=key_offsets is not None,
         )
         _refuse_unpaged(graph, stages)
         if job.recipe is not None:
@@ -236,6 +243,7 @@ def _build(job: _Job) -> tuple[Manifest, AutoRecipe | None]:
         job.writer.write_stages(stages)
         if job.kv.scales is not None:
             imported.buffers.update(load_kv_scales(graph, job.source, job.kv.scales))
+        imported.buffers.update(offset_buffers(graph, key_offsets or {}))
     with phases("write kernels and weights"):
         generated = generate(
             graph,
@@ -278,21 +286,46 @@ def _planned(job: _Job, imported: Imported, weights: BoundWeights, codes: Path) 
     if not job.with_weights or (request.text is None and request.budget_gb is None):
         return Planned(found, weights)
     with job.phases("calibrate") as tell:
-        write_model_files(job.source, codes)
-        has_tokenizer = (codes / "tokenizer.json").is_file()
         planned = plan_quantization(
             imported,
             weights,
             found,
             request,
             target=target.kind,
-            tokenizer=Tokenizer.from_directory(codes) if has_tokenizer else None,
+            tokenizer=_tokenizer(job, codes),
             folder=codes,
             schemes=find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], _every(job.targets)),
             progress=tell,
         )
         release_memory()
     return planned
+
+
+def _key_offsets(
+    job: _Job, imported: Imported, weights: BoundWeights, folder: Path
+) -> dict[int, Tensor] | None:
+    """What is taken off the keys of each slot, None for nothing. Without weights nobody knows."""
+    if job.kv.calibration is None:
+        return None
+    if not job.with_weights:
+        return {}
+    with job.phases("calibrate the KV cache"):
+        found = plan_key_offsets(
+            imported,
+            weights,
+            job.kv.calibration,
+            target=job.targets.main.kind,
+            tokenizer=_tokenizer(job, folder),
+        )
+        release_memory()
+    return found
+
+
+def _tokenizer(job: _Job, folder: Path) -> Tokenizer | None:
+    """The model's tokenizer, read from a folder that takes its files; None if it has none."""
+    write_model_files(job.source, folder)
+    has_one = (folder / "tokenizer.json").is_file()
+    return Tokenizer.from_directory(folder) if has_one else None
 
 
 def _tell_dequantized(generated: Generated) -> None:
@@ -317,9 +350,9 @@ def _with_rounded_cache(
     if job.kv.scheme is None:
         return check
     with job.phases("compare with Hugging Face"):
-        scales = head_scales(imported.graph, imported.buffers)
+        heads = head_constants(imported.graph, imported.buffers)
         config, source = job.source.config, weights.source
-        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, scales)
+        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, heads)
         release_memory()
     return replace(check, rows=tuple(rows), bound=bound)
 
@@ -370,6 +403,7 @@ def _fields(
         "kv_slots": generated.kv_slots,
         "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
         "kv_scheme": None if job.kv.scheme is None else str(job.kv.scheme),
+        "num_key_offsets": len(offset_buffers(imported.graph, {})),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),
