@@ -63,15 +63,17 @@ class Rule:
 def kv_code_constants(node: Node, kv: KVType, scales_at: int) -> tuple[tuple[str, Any], ...]:
     """What a kernel has to know of a cache of codes, whose scales of heads are two operands.
 
+    Behind them is the offset of keys, if the kernel writes any.
     Nothing where the cache holds what it is given: such kernels are told of no codes at all.
     """
     if kv.scheme is None:
         return ()
-    given = [value is not None for value in node.inputs[scales_at : scales_at + 2]]
+    given = [value is not None for value in node.inputs[scales_at : scales_at + 3]]
     return (
         ("kv_scales", kv.scales),
         ("kv_largest", kv.scheme.largest),
-        ("has_head_scales", any(given)),
+        ("has_head_scales", any(given[:2])),
+        ("has_key_offset", any(given[2:])),
     )
 
 

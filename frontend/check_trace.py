@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.frontend.cached_weights import CachedWeights
 from octavo.frontend.reference import Prompt, eager_logits
 from octavo.frontend.refused import RefusedArchitecture, refusing
-from octavo.frontend.rounded_cache import HeadScales, RoundedCache
+from octavo.frontend.rounded_cache import HeadConstants, RoundedCache
 from octavo.frontend.tokenwise import check_tokenwise
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.frontend.weights import QuantizedSource, WeightSource
@@ -164,7 +164,7 @@ def check_rounded(
     weights: WeightSource,
     prompts: Sequence[Prompt],
     scheme: KVScheme,
-    scales: HeadScales,
+    heads: Sequence[HeadConstants],
 ) -> tuple[list[ReferenceRow], Distance]:
     """What Hugging Face says with a KV cache of codes, and how far from it a program may be.
 
@@ -178,7 +178,7 @@ def check_rounded(
 
         def run(noise: float) -> list[Tensor]:
             def new_cache() -> RoundedCache:
-                made.append(RoundedCache(scheme, scales, noise))
+                made.append(RoundedCache(scheme, heads, noise))
                 return made[-1]
 
             return eager_logits(config, dtype, held, prompts, new_cache=new_cache)
@@ -189,7 +189,7 @@ def check_rounded(
                 "its own code keeps no keys and values in a cache, so nothing says what rounding "
                 "them does; leave out --kv-cache-dtype"
             )
-        bound = _bound(config, dtype, held, prompts, logits, scheme, scales)
+        bound = _bound(config, dtype, held, prompts, logits, scheme, heads)
         for moved, still in zip(run(_LAST_BITS[dtype.itemsize]), logits, strict=True):
             bound = bound.worst(Distance.between(moved, still).times(3))
         return [_row(prompt, rows) for prompt, rows in zip(prompts, logits, strict=True)], bound
@@ -202,14 +202,14 @@ def _bound(
     prompts: Sequence[Prompt],
     logits: Sequence[Tensor],
     scheme: KVScheme | None = None,
-    scales: HeadScales = (),
+    heads: Sequence[HeadConstants] = (),
 ) -> Distance:
     scale = max(1.0, *(float(rows.abs().max()) for rows in logits))
     bound = Distance(FLOAT32_BOUND * scale, FLOAT32_BOUND * scale)
     if dtype.itemsize >= 4:
         return bound
     # The same rounded weights, computed with in float32: what is left is the dtype's own noise.
-    new_cache = None if scheme is None else partial(RoundedCache, scheme, scales)
+    new_cache = None if scheme is None else partial(RoundedCache, scheme, heads)
     wide = eager_logits(
         config,
         torch.float32,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from octavo.frontend.checkpoint import SafetensorsFile, open_checkpoint
-from octavo.frontend.rounded_cache import HeadScales
+from octavo.frontend.rounded_cache import HeadConstants
 from octavo.frontend.source import ModelSource
 from octavo.frontend.weights import TensorStore
 from octavo.ir.errors import OctavoError
 from octavo.ir.graph import Graph
+from octavo.ir.types import KVType
 
 # The same scale by the names that it goes by: compressed-tensors and vLLM, ModelOpt, and
 # compressed-tensors before 0.6.
@@ -21,6 +22,7 @@ _SPELLINGS = {
     "k_scale": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale"),
     "v_scale": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale"),
 }
+_CONSTANTS = (*_SPELLINGS, "k_offset")  # weights of the ops that write, by the ends of their keys
 
 
 def load_kv_scales(graph: Graph, source: ModelSource, scales: str | Path) -> dict[str, Tensor]:
@@ -35,10 +37,20 @@ def load_kv_scales(graph: Graph, source: ModelSource, scales: str | Path) -> dic
     return {key: _scale(store, where, key, num_heads) for key, num_heads in wanted}
 
 
-def head_scales(graph: Graph, buffers: Mapping[str, Tensor]) -> HeadScales:
-    """The scales of k and v of each slot, in the order of the slots; empty for ones."""
-    modules = [key.rpartition(".")[0] for key in _scale_keys(graph) if key.endswith(".k_scale")]
-    return [(buffers[f"{module}.k_scale"], buffers[f"{module}.v_scale"]) for module in modules]
+def head_constants(graph: Graph, buffers: Mapping[str, Tensor]) -> list[HeadConstants]:
+    """The scales of heads and the offset of keys of each slot, in the order of the slots; empty if
+    no slot has any."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for node in graph.nodes:
+        if not any(isinstance(value.type, KVType) for value in node.outputs):
+            continue
+        slot = found.setdefault(node.attrs["slot"], {})
+        for value in node.operands:
+            weight = graph.producer(value, "buffer") if value.is_weight else None
+            name = "" if weight is None else weight.attrs["key"].rpartition(".")[2]
+            if weight is not None and name in _CONSTANTS:
+                slot[name] = buffers[weight.attrs["key"]]
+    return [HeadConstants(**found[slot]) for slot in sorted(found)] if any(found.values()) else []
 
 
 def _scale_keys(graph: Graph) -> dict[str, int]:

@@ -5,6 +5,9 @@
 
 A scale of a token and head is the largest magnitude among its elements over the largest code, and
 is written beside the codes. The value of a code is ``code * scale``.
+
+Keys may have an offset taken off before, the same for all tokens. Nobody adds it again: it adds the
+same number, q times the offset, to all scores of a query, which softmax does not see.
 """
 
 from __future__ import annotations
@@ -59,13 +62,16 @@ class KVScheme:
         return self.scales == "token"
 
 
-def quantize_heads(x: Tensor, scheme: KVScheme, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_heads(
+    x: Tensor, scheme: KVScheme, scale: Tensor | None, offset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes ``[T, Hk, D]`` of x ``[T, Hk, D]``, and the scales ``f32[T, Hk]`` that belong to them.
 
-    ``scale`` is ``f32[Hk]``, None for ones; with scales a token it is not looked at. Everything is
-    computed in f32. What is beyond the largest code becomes that code, ties go to the even one.
+    ``scale`` is ``f32[Hk]``, None for ones; with scales a token it is not looked at. ``offset``
+    ``f32[Hk, D]`` is taken off x first. Everything is computed in f32. What is beyond the largest
+    code becomes that code, ties go to the even one.
     """
-    wide = x.float()
+    wide = x.float() if offset is None else x.float() - offset
     if scheme.has_token_scales:
         # By a tensor: what PyTorch divides by a number on a GPU it multiplies by the inverse.
         scales = wide.abs().amax(-1) / wide.new_tensor(scheme.largest)

@@ -65,7 +65,8 @@ class Manifest:
     package names to versions and, like ``source``, does not enter the content id.
     ``quantization`` names the recipe, or is None; ``quant_schemes`` says how many linears multiply
     by matrices of each scheme. ``kv_scheme`` is how the KV cache holds codes (ir/kv_scheme.py);
-    without it, it is of the model's dtype.
+    without it, it is of the model's dtype. ``num_key_offsets`` is in how many slots keys have an
+    offset taken off.
     """
 
     architecture: str
@@ -79,6 +80,7 @@ class Manifest:
     quantization: str | None = None
     quant_schemes: dict[str, int] = field(default_factory=dict)
     kv_scheme: str | None = None
+    num_key_offsets: int = 0
     source: str = ""
     revision: str | None = None
     producer: dict[str, str] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Manifest:
         """The fields, but for what is younger than format 2 and says nothing: so ids stay what they
         were."""
         body = dataclasses.asdict(self)
-        for name in ("quant_schemes", "kv_scheme"):
+        for name in ("quant_schemes", "kv_scheme", "num_key_offsets"):
             if not body[name]:
                 del body[name]
         for slot in body["kv_slots"]:

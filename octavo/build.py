@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import octavo
 from octavo.calibrate.auto import AutoRecipe
+from octavo.calibrate.calibrate import graph_before_quantization
+from octavo.calibrate.key_offsets import find_key_offsets, offset_buffers
+from octavo.calibrate.kv_samples import read_kv_samples
 from octavo.calibrate.plan import (
     AUTO_SCHEMES,
     Planned,
@@ -51,6 +56,7 @@ from octavo.quantize import (
 from octavo.runtime.binary_cache import BinaryCache
 from octavo.runtime.cross_compile import write_binaries
 from octavo.runtime.record_program import record_program
+from octavo.source_tokenizer import source_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +75,11 @@ def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
     weights = _weights(job, imported)
     # What the passes and the text refuse is refused here, before a model runs for minutes.
     asked = job.quantization
-    step = _rewritten(job, imported, asked)
+    kv_samples = _kv_samples(job, imported)
+    # Without weights nobody knows offsets of keys: they are zeros.
+    are_zeros = job.kv.calibration is not None and not job.with_weights
+    has_offsets = kv_samples is not None or are_zeros
+    step = _rewritten(job, imported, asked, has_offsets)
     _tell_unquantized(job, step)
     samples = _samples(job, imported)
     check = _compared(job, imported, weights)
@@ -77,7 +87,9 @@ def build_artifact(job: Job) -> tuple[Manifest, AutoRecipe | None]:
     planned = Planned(asked, weights)
     if samples is not None:
         planned = _calibrated(job, imported, weights, samples, codes)
-        step = _rewritten(job, imported, planned.quantization)
+        step = _rewritten(job, imported, planned.quantization, has_offsets)
+    offsets = {} if kv_samples is None else _key_offsets(job, imported, weights, kv_samples)
+    imported.buffers.update(offset_buffers(step.graph, offsets))
     job.writer.write_stages(step.stages)
     if planned.quantization.recipe is not None:
         job.writer.write_text(RECIPE_FILE, recipe_text(planned.quantization.recipe))
@@ -132,6 +144,27 @@ def _samples(job: Job, imported: Imported) -> list[list[int]] | None:
     return read_samples(request, job.tokenizer, imported.max_position)
 
 
+def _kv_samples(job: Job, imported: Imported) -> list[list[int]] | None:
+    """The text that offsets of keys are found with, as token ids; None for no offsets."""
+    if job.kv.calibration is None or not job.with_weights:
+        return None
+    tokenizer = job.tokenizer or source_tokenizer(job.source)
+    return read_kv_samples(job.kv.calibration, tokenizer, imported.max_position)
+
+
+def _key_offsets(
+    job: Job, imported: Imported, weights: BoundWeights, samples: list[list[int]]
+) -> dict[int, Tensor]:
+    """What is taken off the keys of each slot, by runs of the graph on the text."""
+    with job.phases("calibrate the KV cache"):
+        graph = graph_before_quantization(
+            imported.graph, max_position=imported.max_position, target=job.targets.main.kind
+        )
+        found = find_key_offsets(graph, weights, samples)
+        release_memory()
+    return found
+
+
 def _compared(job: Job, imported: Imported, weights: BoundWeights) -> TraceCheck | None:
     """Hugging Face's own run with the weights, which the graph must match."""
     if not job.with_weights:
@@ -168,7 +201,9 @@ def _schemes(job: Job) -> list[QuantScheme]:
     return find_schemes(AUTO_SCHEMES, DTYPE_NAMES[job.dtype], job.targets.every)
 
 
-def _rewritten(job: Job, imported: Imported, quantization: Quantization) -> _Step:
+def _rewritten(
+    job: Job, imported: Imported, quantization: Quantization, has_kv_offsets: bool
+) -> _Step:
     """Run the passes on a copy of the graph: the comparison needs the graph as it was imported."""
     graph = parse_graph(print_graph(imported.graph))
     with job.phases("rewrite"):
@@ -179,6 +214,7 @@ def _rewritten(job: Job, imported: Imported, quantization: Quantization) -> _Ste
             quantization=quantization,
             kv_scheme=job.kv.scheme,
             has_kv_scales=job.kv.has_head_scales,
+            has_kv_offsets=has_kv_offsets,
         )
         _refuse_unpaged(graph, stages)
         if job.kv.scales is not None:
@@ -247,6 +283,7 @@ def _fields(
         "kv_slots": generated.kv_slots,
         "required_features": (BLOCK_GROUPS,) if num_groups(generated.kv_slots) > 1 else (),
         "kv_scheme": None if job.kv.scheme is None else str(job.kv.scheme),
+        "num_key_offsets": len(offset_buffers(graph, {})),
         "source": job.source.name,
         "revision": job.source.revision,
         "producer": _producer(uses_triton=job.targets.main.kind == "cuda"),

@@ -72,6 +72,7 @@ def compile_model(
     kv_cache_dtype: str = "auto",
     kv_scale_per: str | None = None,
     kv_scales: str | Path | None = None,
+    kv_calibration: str | Path | None = None,
 ) -> CompileReport:
     """Compile a model into an artifact directory.
 
@@ -83,17 +84,18 @@ def compile_model(
     what text codes are chosen, and for ``quant="auto"`` within what budget. A quantised artifact is
     compared with the model on ``loss_tokens`` tokens of a text, 1024 for None; 0 leaves it out.
     A quantised checkpoint keeps its codes, unless ``dequantize`` says to read it as numbers.
-    ``kv_cache_dtype``, ``kv_scale_per`` and ``kv_scales`` say how the KV cache holds keys and
-    values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of the checkpoint's
-    weights are stored, for runs with ``load_format="dummy"``. On a machine with the GPU that is
-    compiled for, kernels are tuned for up to ``tune_seconds``. An existing ``output`` is replaced
-    only with ``force``, and only when the new artifact is complete. Of several threads one compiles
-    at a time, the others wait. Raises OctavoError, one line; then, and when interrupted, ``output``
-    is as it was before and what was written beside it is removed.
+    ``kv_cache_dtype``, ``kv_scale_per``, ``kv_scales`` and ``kv_calibration`` say how the KV cache
+    holds keys and values, see ``resolve_kv_options``. Without ``with_weights`` only the shapes of
+    the checkpoint's weights are stored, for runs with ``load_format="dummy"``, and offsets of keys
+    are zeros. On a machine with the GPU that is compiled for, kernels are tuned for up to
+    ``tune_seconds``. An existing ``output`` is replaced only with ``force``, and only when the new
+    artifact is complete. Of several threads one compiles at a time, the others wait. Raises
+    OctavoError, one line; then, and when interrupted, ``output`` is as it was before and what was
+    written beside it is removed.
     """
     start = time.perf_counter()
     phases, targets = Phases(visible=progress), resolve_targets(target)
-    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets)
+    kv = resolve_kv_options(kv_cache_dtype, kv_scale_per, kv_scales, targets, kv_calibration)
     num_compile_workers()  # a setting that is wrong is refused before any work
     if not with_weights and random_weights is None:
         random_weights = 0  # none are drawn: a config alone is enough

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.calibrate.kv_samples import KV_PASSAGE
 from octavo.codegen.target import Targets
 from octavo.ir.errors import OctavoError
 from octavo.ir.kv_scheme import KVScheme
@@ -14,6 +15,7 @@ _CODES = {"fp8": "f8e4m3", "int8": "i8"}
 # e4m3 spans what keys and values are, so that ones do; integers have to be scaled to their tokens.
 _USUAL_SCALES = {"fp8": "head", "int8": "token"}
 _FP8_ARCH = 89  # the first whose GPUs convert e4m3
+NO_CALIBRATION = "none"
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,12 @@ class KVOptions:
     """The scheme, None for a cache in the model's dtype, and where scales of heads are.
 
     ``scales`` is a safetensors file, ``checkpoint``, or None for ones or for those of tokens.
+    ``calibration`` is the text that offsets of keys are found with, None for no offsets.
     """
 
     scheme: KVScheme | None = None
     scales: str | Path | None = None
+    calibration: Path | None = None
 
     @property
     def has_head_scales(self) -> bool:
@@ -33,20 +37,26 @@ class KVOptions:
 
 
 def resolve_kv_options(
-    dtype: str, scale_per: str | None, scales: str | Path | None, targets: Targets
+    dtype: str,
+    scale_per: str | None,
+    scales: str | Path | None,
+    targets: Targets,
+    calibration: str | Path | None = None,
 ) -> KVOptions:
     """Options from what the user wrote: ``auto``, ``fp8`` or ``int8``; ``head`` or ``token``.
 
-    Raises OctavoError for what does not go together, and for a GPU that cannot convert the codes.
+    ``calibration`` is a text, ``none``, or None for the passage that comes with Octavo. Raises
+    OctavoError for what does not go together, and for a GPU that cannot convert the codes.
     """
     if dtype not in KV_CACHE_DTYPES:
         raise OctavoError(
             f"unknown KV cache dtype {dtype!r}; choose from {', '.join(KV_CACHE_DTYPES)}"
         )
     if dtype == "auto":
-        if scale_per is not None or scales is not None:
+        if any(given is not None for given in (scale_per, scales, calibration)):
             raise OctavoError(
-                "a KV cache of the model's dtype has no scales; choose --kv-cache-dtype fp8 or int8"
+                "a KV cache of the model's dtype has no scales and no offsets; choose"
+                " --kv-cache-dtype fp8 or int8"
             )
         return KVOptions()
     scheme = KVScheme(_CODES[dtype], scale_per or _USUAL_SCALES[dtype])
@@ -68,4 +78,22 @@ def resolve_kv_options(
             f"an FP8 KV cache needs a GPU of sm_{_FP8_ARCH} or later, and sm_{old[0]} is to be "
             "compiled for; choose --kv-cache-dtype int8"
         )
-    return KVOptions(scheme, scales)
+    return KVOptions(scheme, scales, _calibration(scheme, calibration))
+
+
+def _calibration(scheme: KVScheme, given: str | Path | None) -> Path | None:
+    if scheme.codes != "f8e4m3":
+        if given not in (None, NO_CALIBRATION):
+            raise OctavoError(
+                "only keys of FP8 have offsets, which --kv-calibration finds; leave it out, or"
+                " choose --kv-cache-dtype fp8"
+            )
+        return None
+    if given == NO_CALIBRATION:
+        return None
+    text = Path(given or KV_PASSAGE)
+    if not text.is_file():
+        raise OctavoError(
+            f"--kv-calibration {text}: no such file; expected a UTF-8 text, or `none`"
+        )
+    return text

@@ -11,7 +11,7 @@ from octavo.codegen.generate import Generated
 from octavo.codegen.weights import WrittenWeights
 from octavo.evaluate.loss_file import measure_loss
 from octavo.frontend.check_trace import TraceCheck, check_rounded
-from octavo.frontend.kv_scales import head_scales
+from octavo.frontend.kv_scales import head_constants
 from octavo.frontend.trace import BoundWeights
 from octavo.golden import golden_json, quantized_golden_json
 from octavo.ir.graph import Graph
@@ -35,9 +35,9 @@ def with_rounded_cache(
     if job.kv.scheme is None:
         return check
     with job.phases("compare with Hugging Face"):
-        scales = head_scales(graph, weights.buffers)
+        heads = head_constants(graph, weights.buffers)
         config, source = job.source.config, weights.source
-        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, scales)
+        rows, bound = check_rounded(config, job.dtype, source, check.prompts, job.kv.scheme, heads)
         release_memory()
     return replace(check, rows=tuple(rows), bound=bound)
 

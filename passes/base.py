@@ -23,13 +23,14 @@ class PassContext:
     ``max_position`` is the number of positions that the model can take: positions are below it.
     ``quantization`` says which linears are to be quantised. ``kv_scheme`` is how the KV cache is to
     hold keys and values, None for as they are; ``has_kv_scales``: its scales of heads are weights,
-    where they are ones otherwise.
+    where they are ones otherwise; ``has_kv_offsets``: so are offsets that are taken off keys.
     """
 
     max_position: int
     quantization: Quantization = AS_IS
     kv_scheme: KVScheme | None = None
     has_kv_scales: bool = False
+    has_kv_offsets: bool = False
 
 
 @dataclass(frozen=True)

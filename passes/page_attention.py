@@ -20,6 +20,7 @@ STEP_INPUTS = {
 # With several block groups these have a row for each.
 GROUPED_INPUTS = ("slot_mapping", "block_table")
 KV_SCALES = ("k_scale", "v_scale")  # buffers of the module that attends, as checkpoints name them
+K_OFFSET = "k_offset"
 
 
 @register_pass("page-attention")
@@ -29,7 +30,8 @@ def page_attention(graph: Graph, report: Report) -> int:
     Slots are numbered in the order of the calls, since some models call a layer many times and some
     attend twice in a layer. Calls with the very same K and V share a slot, and it is written once.
     Slots that see different parts of the context have block tables of their own.
-    Where the cache holds codes with scales of heads, these are weights named after the module.
+    Where the cache holds codes with scales of heads, these are weights named after the module;
+    offsets of keys are named after the call.
     """
     calls = graph.find("attention")
     if not calls or not all([_is_pageable(node, report) for node in calls]):
@@ -41,14 +43,20 @@ def page_attention(graph: Graph, report: Report) -> int:
     kv = graph.add_input("kv", kv_type)
     scales: dict[int, list[Value]] = {}
     for node in calls:
-        slot = pairs.index((node.operand(1), node.operand(2)))
+        slot = _slot_of(node, pairs)
         step = steps[groups[slot]]
         if slot not in scales:
             scales[slot] = _scales(graph, node, kv_type.slots[slot], report)
-            kv = _write(graph, node, kv, step["slot_mapping"], slot, scales[slot])
+            readers = [call for call in calls if _slot_of(call, pairs) == slot]
+            offset = _offset(graph, readers, kv_type.slots[slot], report)
+            kv = _write(graph, node, kv, step["slot_mapping"], slot, (scales[slot], offset))
         _read(graph, node, kv, step, slot, scales[slot])
     graph.outputs.append(kv)
     return len(calls)
+
+
+def _slot_of(node: Node, pairs: Sequence[tuple[Value, Value]]) -> int:
+    return pairs.index((node.operand(1), node.operand(2)))
 
 
 def _groups(
@@ -57,7 +65,7 @@ def _groups(
     """The block group of each slot."""
     readers: list[set[Span]] = [set() for _ in pairs]
     for node in calls:
-        slot = pairs.index((node.operand(1), node.operand(2)))
+        slot = _slot_of(node, pairs)
         readers[slot].add(_span(node, report.context.max_position))
     spans = [found.pop() if len(found) == 1 else Span() for found in readers]
     sizes = {(s.num_kv_heads * s.head_dim, s.num_kv_heads * s.v_head_dim) for s in kv.slots}
@@ -135,16 +143,48 @@ def _scales(graph: Graph, node: Node, slot: SlotShape, report: Report) -> list[V
     ]
 
 
+def _offset(graph: Graph, readers: Sequence[Node], slot: SlotShape, report: Report) -> Value | None:
+    """The offset of a slot's keys as a weight; none where scores are not just compared."""
+    if not report.context.has_kv_offsets:
+        return None
+    for node in readers:
+        reason = _why_not_offset(node)
+        if reason is not None:
+            report.missed(node, f"its keys have no offset: {reason}")
+            return None
+    offsets = TensorType("f32", (slot.num_kv_heads, slot.head_dim))
+    # By the call and not by the module: one that is called twice has keys of two kinds.
+    key = f"{readers[0].output.name}.{K_OFFSET}"
+    return graph.append_weight("buffer", key=key, type=offsets, name=key).output
+
+
+def _why_not_offset(node: Node) -> str | None:
+    if node.attrs["softcap"] is not None:
+        return "a softcap bends scores, so that one number added to all does not cancel"
+    if len(node.inputs) > 3 and node.inputs[3] is not None:
+        return "a sink is compared with scores, so that a number added to these does not cancel"
+    return None
+
+
 def _slot_shape(k: Value, v: Value) -> SlotShape:
     return SlotShape(k.shape[1], k.shape[3], v.shape[3])
 
 
 def _write(
-    graph: Graph, node: Node, kv: Value, slot_mapping: Value, slot: int, scales: list[Value]
+    graph: Graph,
+    node: Node,
+    kv: Value,
+    slot_mapping: Value,
+    slot: int,
+    codes: tuple[list[Value], Value | None],
 ) -> Value:
+    """``codes`` are the scales of heads and the offset of keys."""
     k, v = (_tokens_first(graph, node, node.operand(index)) for index in (1, 2))
     name = f"{node.output.name}.kv"
-    operands = (kv, k, v, slot_mapping, *scales)
+    scales, offset = codes
+    operands: list[Value | None] = [kv, k, v, slot_mapping, *scales]
+    if offset is not None:
+        operands += [*([] if scales else [None, None]), offset]
     return graph.insert_before(node, "kv_write", *operands, slot=slot, name=name).output
 
 

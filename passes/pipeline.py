@@ -135,6 +135,7 @@ def run_pipeline(
     quantization: Quantization = AS_IS,
     kv_scheme: KVScheme | None = None,
     has_kv_scales: bool = False,
+    has_kv_offsets: bool = False,
 ) -> list[Stage]:
     """Run the passes on the graph, in place; returns stage 0 and one stage a pass.
 
@@ -143,7 +144,7 @@ def run_pipeline(
     those of PassContext. ``on_stage`` sees each stage while the graph is in that state. Raises
     VerifyError, naming the pass, when a pass leaves a graph that breaks a rule.
     """
-    context = PassContext(max_position, quantization, kv_scheme, has_kv_scales)
+    context = PassContext(max_position, quantization, kv_scheme, has_kv_scales, has_kv_offsets)
     functions = [(name, find_pass(name)) for name in passes or PIPELINES[target]]
     verify(graph)
     stages = [_stage(graph, 0, "import", 0, Report(context), 0.0)]

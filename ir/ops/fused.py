@@ -135,6 +135,7 @@ def rotary_paged_attention(
     k_norm: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_offset: Tensor | None = None,
     *,
     slot: int,
     scale: float,
@@ -148,14 +149,15 @@ def rotary_paged_attention(
     """Norm of the heads of q and k if ``norm_eps`` is set, rotation, KV write, paged attention.
 
     q ``[T, H, D]``, k ``[T, Hk, D]``, v ``[T, Hk, Dv]``; ``q_norm`` and ``k_norm`` ``[D]``, applied
-    as ``norm_offset + weight``; ``k_scale`` and ``v_scale`` are those of ``kv_write``. Returns
-    ``[T, H, Dv]`` and the state.
+    as ``norm_offset + weight``; ``k_scale``, ``v_scale`` and ``k_offset`` are those of
+    ``kv_write``. Returns ``[T, H, Dv]`` and the state.
     """
     if norm_eps is not None:
         q = rms_norm.evaluate(q, q_norm, eps=norm_eps, weight_offset=norm_offset)
         k = rms_norm.evaluate(k, k_norm, eps=norm_eps, weight_offset=norm_offset)
+    new = (q, k, v, cos, sin, slot_mapping)
     q, kv = rotary_kv_write.evaluate(
-        kv, q, k, v, cos, sin, slot_mapping, k_scale, v_scale, slot=slot, interleaved=interleaved
+        kv, *new, k_scale, v_scale, k_offset, slot=slot, interleaved=interleaved
     )
     out = paged_attention.evaluate(
         q,
@@ -192,6 +194,7 @@ def _(
     k_norm: TensorType | None = None,
     k_scale: TensorType | None = None,
     v_scale: TensorType | None = None,
+    k_offset: TensorType | None = None,
     *,
     slot: int,
     interleaved: bool = False,
@@ -205,7 +208,7 @@ def _(
     assert rotary_kv_write.infer_rule is not None, "declared with a rule"
     assert paged_attention.infer_rule is not None, "declared with a rule"
     new, scales = (k, v, cos, sin, slot_mapping), (k_scale, v_scale)
-    rotary_kv_write.infer_rule(kv, q, *new, *scales, slot=slot, interleaved=interleaved)
+    rotary_kv_write.infer_rule(kv, q, *new, *scales, k_offset, slot=slot, interleaved=interleaved)
     read = (block_table, query_start, seq_lens, sinks)
     out = paged_attention.infer_rule(q, kv, *read, *scales, slot=slot)
     assert isinstance(out, TensorType), "attention gives one tensor"

@@ -19,8 +19,8 @@ from octavo.ir.ops.registry import op
 from octavo.ir.ops.rotary import check_rotary, rotary
 from octavo.ir.types import KVType, TensorType
 
-# A scheme, and the scales of the heads where these are not ones.
-_Quantized = tuple[KVScheme, Tensor | None]
+# A scheme, the scales of the heads where these are not ones, and the offset where there is one.
+_Quantized = tuple[KVScheme, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,21 @@ def kv_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_offset: Tensor | None = None,
     *,
     slot: int,
 ) -> KVState:
     """Store k ``[T, Hk, D]`` and v ``[T, Hk, Dv]`` at ``slot_mapping`` of one slot's caches.
 
     Caches of codes take them quantised, by ``k_scale`` and ``v_scale`` ``f32[Hk]`` if scales are of
-    heads; None stands for ones.
+    heads; None stands for ones. ``k_offset`` ``f32[Hk, D]`` is taken off k, and stays off.
     """
-    sides = (kv.keys, kv.key_scales, k, k_scale), (kv.values, kv.value_scales, v, v_scale)
-    for caches, scales, x, head_scale in sides:
-        quantized = None if kv.scheme is None else (kv.scheme, head_scale)
+    sides = (
+        (kv.keys, kv.key_scales, k, k_scale, k_offset),
+        (kv.values, kv.value_scales, v, v_scale, None),
+    )
+    for caches, scales, x, head_scale, offset in sides:
+        quantized = None if kv.scheme is None else (kv.scheme, head_scale, offset)
         _write(caches[slot], scales[slot] if scales else None, x, slot_mapping, quantized)
     return kv
 
@@ -156,6 +160,17 @@ def _check_scales(name: str, kv: KVType, slot: int, *scales: TensorType | None) 
             raise VerifyError(f"{name}: expected a scale for each KV head, {expected}, got {scale}")
 
 
+def _check_offset(name: str, kv: KVType, slot: int, offset: TensorType | None) -> None:
+    if offset is None:
+        return
+    if kv.scheme is None:
+        raise VerifyError(f"{name}: {kv} holds no codes, so that its keys have no offset")
+    shape = kv.slots[slot]
+    expected = TensorType("f32", (shape.num_kv_heads, shape.head_dim))
+    if offset != expected:
+        raise VerifyError(f"{name}: expected an offset of keys {expected}, got {offset}")
+
+
 @kv_write.infer
 def _(
     kv: KVType,
@@ -164,10 +179,12 @@ def _(
     slot_mapping: TensorType,
     k_scale: TensorType | None = None,
     v_scale: TensorType | None = None,
+    k_offset: TensorType | None = None,
     *,
     slot: int,
 ) -> KVType:
     _check_slot("kv_write", kv, slot, k, v, k_scale, v_scale)
+    _check_offset("kv_write", kv, slot, k_offset)
     return kv
 
 
@@ -182,13 +199,14 @@ def rotary_kv_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_offset: Tensor | None = None,
     *,
     slot: int,
     interleaved: bool = False,
 ) -> tuple[Tensor, KVState]:
     """Rotate q and k, store k and v; returns the rotated q and the state."""
     q, k = (rotary.evaluate(x, cos, sin, interleaved=interleaved) for x in (q, k))
-    return q, kv_write.evaluate(kv, k, v, slot_mapping, k_scale, v_scale, slot=slot)
+    return q, kv_write.evaluate(kv, k, v, slot_mapping, k_scale, v_scale, k_offset, slot=slot)
 
 
 @rotary_kv_write.infer
@@ -202,6 +220,7 @@ def _(
     slot_mapping: TensorType,
     k_scale: TensorType | None = None,
     v_scale: TensorType | None = None,
+    k_offset: TensorType | None = None,
     *,
     slot: int,
     interleaved: bool = False,
@@ -209,6 +228,7 @@ def _(
     for x in (q, k):
         check_rotary("rotary_kv_write", x, cos, sin)
     _check_slot("rotary_kv_write", kv, slot, k, v, k_scale, v_scale)
+    _check_offset("rotary_kv_write", kv, slot, k_offset)
     return q, kv
 
 

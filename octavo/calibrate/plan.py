@@ -16,7 +16,7 @@ from octavo.calibrate.calibrate import (
     graph_before_quantization,
 )
 from octavo.calibrate.code_store import CodeStore
-from octavo.calibrate.sequences import CalibrationOptions, sample_windows
+from octavo.calibrate.sequences import CalibrationOptions, read_text, sample_windows
 from octavo.evaluate.windows import PASSAGE
 from octavo.frontend.trace import BoundWeights, Imported
 from octavo.ir.errors import OctavoError
@@ -96,13 +96,7 @@ class CalibrationRequest:
 
     def read_text(self) -> str:
         """The text, or the passage that comes with Octavo. Raises OctavoError."""
-        path = self.text or PASSAGE
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OctavoError(
-                f"--calibration {path} cannot be read as UTF-8 text: {error}"
-            ) from None
+        return read_text("--calibration", self.text or PASSAGE)
 
 
 def read_samples(

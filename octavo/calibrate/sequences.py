@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class CalibrationOptions:
 
     num_samples: int = 128
     length: int = 512
+
+
+def read_text(option: str, path: Path) -> str:
+    """A text that an option names. Raises OctavoError for one that cannot be read as UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OctavoError(f"{option} {path} cannot be read as UTF-8 text: {error}") from None
 
 
 def sample_windows(ids: Sequence[int], options: CalibrationOptions) -> list[list[int]]:

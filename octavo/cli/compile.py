@@ -122,6 +122,14 @@ def compile_command(
             "they are 1.",
         ),
     ] = None,
+    kv_calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|none",
+            help="Text that shows what keys have in common, which fp8 takes off them; without, a "
+            "passage that comes with Octavo.",
+        ),
+    ] = None,
     tune: Annotated[
         bool,
         typer.Option("--tune/--no-tune", help="Measure kernels where this machine has the GPU."),
@@ -168,6 +176,7 @@ def compile_command(
             kv_cache_dtype=kv_cache_dtype,
             kv_scale_per=kv_scale_per,
             kv_scales=kv_scales,
+            kv_calibration=kv_calibration,
         )
     _print_report(report)
 

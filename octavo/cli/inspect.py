@@ -107,7 +107,7 @@ def _print_model(console: Console, directory: Path, manifest: Manifest) -> None:
         "vocabulary": f"{manifest.vocab_size} tokens",
         "longest context": f"{manifest.max_position} tokens",
         "KV cache": _describe_slots(manifest.kv_slots),
-        "KV scheme": manifest.kv_scheme or "",
+        "KV scheme": _describe_kv_scheme(manifest),
         "made with": ", ".join(f"{name} {v}" for name, v in sorted(manifest.producer.items())),
     }
     width = max(map(len, rows)) + 2
@@ -120,6 +120,14 @@ def _describe_quantization(manifest: Manifest) -> str:
     """The recipe, and how many linears are held by each scheme."""
     schemes = ", ".join(f"{count} x {name}" for name, count in manifest.quant_schemes.items())
     return ": ".join(filter(None, (manifest.quantization or "none", schemes)))
+
+
+def _describe_kv_scheme(manifest: Manifest) -> str:
+    """The scheme, and whose keys have an offset; nothing for a cache in the model's dtype."""
+    if not manifest.num_key_offsets:
+        return manifest.kv_scheme or ""
+    count = f"{manifest.num_key_offsets} of {len(manifest.kv_slots)}"
+    return f"{manifest.kv_scheme}, keys with an offset in {count}"
 
 
 def _print_loss(console: Console, directory: Path) -> None:

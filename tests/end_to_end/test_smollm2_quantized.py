@@ -17,7 +17,7 @@ from octavo.calibrate.gptq import GPTQOptions
 from octavo.calibrate.plan import CalibrationRequest
 from octavo.compile import compile_model
 from octavo.evaluate.distributions import Loss, LossMeter
-from octavo.evaluate.evaluate import read_tokens
+from octavo.evaluate.evaluate import evaluate, read_tokens
 from octavo.evaluate.models import ArtifactModel, hugging_face
 from octavo.evaluate.windows import WindowOptions, windows
 from octavo.frontend.source import resolve
@@ -77,3 +77,28 @@ def test_perplexity_stays_within_its_bound(losses: dict[str, Loss], quant: str) 
     print(quant, loss)
     assert loss.num_tokens >= 20_000
     assert loss.perplexity_increase <= CASES[quant][0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_kv_cache_of_codes_loses_half_a_per_cent_at_most(
+    kv_cache_dtype: str, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """As one gets it who says no more: with offsets found on the passage that comes with Octavo."""
+    compile_model(
+        *(smollm2_gguf, tmp_path / "artifact"),
+        dtype="float32",
+        target="cpu",
+        dequantize=True,
+        kv_cache_dtype=kv_cache_dtype,
+        loss_tokens=0,
+        progress=False,
+    )
+    options = WindowOptions(1024, 1024, 20_480)
+    found = evaluate(
+        *(tmp_path / "artifact", smollm2_gguf), text=TEXT, options=options, with_modules=False
+    )
+    print(kv_cache_dtype, found.loss)
+    assert found.loss.num_tokens >= 20_000
+    assert found.loss.perplexity_increase <= 0.005

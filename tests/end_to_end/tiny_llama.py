@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.runtime.toy_artifact import BOS, CHAT_TEMPLATE, EOS, VOCAB_SIZE, byte_tokenizer
 
 
-def write_checkpoint(folder: Path, **saving: Any) -> None:
-    """A llama of the zoo's size, with a byte tokenizer; ``saving`` goes to save_pretrained."""
-    config = TINY["llama"]()
+def write_checkpoint(folder: Path, name: str = "llama", **saving: Any) -> None:
+    """A model of the zoo with a tokenizer of bytes; ``saving`` goes to save_pretrained."""
+    config = TINY[name]()
     config.vocab_size, config.bos_token_id, config.eos_token_id = VOCAB_SIZE, BOS, EOS
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -48,6 +48,7 @@ def with_file(path: str, entry: FileEntry) -> Manifest:
         {"dtype": "bfloat16"},
         {"quantization": "int4"},
         {"kv_scheme": "i8 token"},
+        {"num_key_offsets": 2},
         {"vocab_size": 98},
         {"max_position": 65},
         {"kv_slots": (KVSlot(2, 8, 8, window=4),)},
@@ -192,10 +193,10 @@ def test_a_manifest_whose_id_is_not_its_own_is_refused() -> None:
 
 def test_a_manifest_without_a_kv_scheme_is_as_it_was_before_there_were_any() -> None:
     assert "kv_scheme" not in json.loads(MANIFEST.to_json())
-    with_scheme = replace(MANIFEST, kv_scheme="f8e4m3 head")
+    with_scheme = replace(MANIFEST, kv_scheme="f8e4m3 head", num_key_offsets=30)
     assert Manifest.from_json(with_scheme.to_json()) == with_scheme
     body = dataclasses.asdict(MANIFEST)
-    for younger in ("kv_scheme", "quant_schemes"):
+    for younger in ("kv_scheme", "num_key_offsets", "quant_schemes"):
         del body[younger]
     for outside in ("producer", "source", "revision"):
         del body[outside]

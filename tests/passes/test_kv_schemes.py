@@ -22,10 +22,17 @@ TEXT = """graph @m(%q: f32[1, 4, T, 16], %k: f32[1, 2, T, 16], %v: f32[1, 2, T, 
 """
 
 
-def paged(scheme: str, *, has_kv_scales: bool) -> Graph:
-    graph = parse_graph(TEXT)
-    found = KVScheme.parse(scheme)
-    report = Report(PassContext(16, kv_scheme=found, has_kv_scales=has_kv_scales))
+def paged(
+    scheme: str, *, has_kv_scales: bool, has_kv_offsets: bool = False, text: str = TEXT
+) -> Graph:
+    graph = parse_graph(text)
+    context = PassContext(
+        16,
+        kv_scheme=KVScheme.parse(scheme),
+        has_kv_scales=has_kv_scales,
+        has_kv_offsets=has_kv_offsets,
+    )
+    report = Report(context)
     assert run_pass(graph, "page-attention", find_pass("page-attention"), report) == 3
     return graph
 
@@ -52,3 +59,35 @@ def test_scales_of_heads_are_weights_named_after_the_module() -> None:
     assert read == [first, first, second]
     written = [[str(v) for v in node.operands[-2:]] for node in graph.find("kv_write")]
     assert written == [first, second]
+
+
+@pytest.mark.parametrize("has_kv_scales", [True, False])
+def test_offsets_are_weights_named_after_the_call(has_kv_scales: bool) -> None:
+    graph = paged("f8e4m3 head", has_kv_scales=has_kv_scales, has_kv_offsets=True)
+    offsets = [node for node in graph.weight_nodes if node.attrs["key"].endswith("k_offset")]
+    keys = [node.attrs["key"] for node in offsets]
+    assert keys == ["one.k_offset", "three.k_offset"]
+    assert {str(node.output.type) for node in offsets} == {"f32[2, 16]"}
+    scales = [["@one.k_scale", "@one.v_scale"], ["@three.k_scale", "@three.v_scale"]]
+    absent = [["None", "None"]] * 2
+    written = [[str(value) for value in node.inputs[-3:]] for node in graph.find("kv_write")]
+    expected = zip(scales if has_kv_scales else absent, ["@one", "@three"], strict=True)
+    assert written == [[*before, f"{name}.k_offset"] for before, name in expected]
+    names = [str(v) for node in graph.find("paged_attention") for v in node.operands]
+    assert not any(name.endswith("k_offset") for name in names), "no read adds it again"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The softcap is of the second reader of the first slot.
+        ("(%q, %k, %v, scale=0.5)", "(%q, %k, %v, scale=0.5, softcap=3.0)"),
+        ("(%q, %k, %v, scale=0.25)", "(%q, %k, %v, @sinks, scale=0.25)"),
+    ],
+    ids=["softcap", "sinks"],
+)
+def test_keys_whose_scores_are_not_just_compared_have_no_offset(old: str, new: str) -> None:
+    text = TEXT.replace(old, new).replace("f32[1, 2, T, 8])", "f32[1, 2, T, 8], @sinks: f32[4])")
+    graph = paged("f8e4m3 head", has_kv_scales=False, has_kv_offsets=True, text=text)
+    assert [len(node.inputs) for node in graph.find("kv_write")] == [4, 7]
+    assert str(graph.find("kv_write")[1].inputs[-1]) == "@three.k_offset"

@@ -29,11 +29,15 @@ def e4m3(value: float) -> float:
     return max(-448.0, min(448.0, round(value / step) * step))
 
 
-def defined_codes(x: Tensor, scheme: KVScheme, head_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales, a number at a time: divisions are f32's, as the definition says."""
+def defined_codes(
+    x: Tensor, scheme: KVScheme, head_scale: Tensor | None, offset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, a number at a time: f32's arithmetic, as the definition says."""
     codes, scales = torch.zeros(x.shape), torch.zeros(x.shape[:2])
     for t, h in np.ndindex(*x.shape[:2]):
         head = x[t, h].numpy().astype(np.float32)
+        if offset is not None:
+            head = head - offset[h].numpy()
         scale = np.float32(1 if head_scale is None else head_scale[h].item())
         if scheme.scales == "token":
             scale = np.abs(head).max() / np.float32(scheme.largest)
@@ -47,28 +51,35 @@ def defined_codes(x: Tensor, scheme: KVScheme, head_scale: Tensor | None) -> tup
     return codes, scales
 
 
+@pytest.mark.parametrize("has_offset", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_codes_are_those_of_the_definition(name):
+def test_codes_are_those_of_the_definition(name, has_offset):
     scheme = KVScheme.parse(name)
     x = torch.randn(7, 3, 40) * torch.logspace(-3, 3, 7).view(-1, 1, 1)
     x[2, 1] = 0  # a head of zeros
     x[3, 0, :8] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 17, 19, 1e5])  # ties, and too large
     x[3, 0, 8] = 127.0
     head_scale = torch.tensor([1.0, 0.125, 3.0]) if scheme.scales == "head" else None
-    codes, scales = quantize_heads(x, scheme, head_scale)
-    expected, expected_scales = defined_codes(x, scheme, head_scale)
+    offset = torch.randn(3, 40) if has_offset else None
+    codes, scales = quantize_heads(x, scheme, head_scale, offset)
+    expected, expected_scales = defined_codes(x, scheme, head_scale, offset)
     assert codes.dtype == scheme.dtype
     assert torch.equal(codes.float(), expected)
     assert torch.equal(scales, expected_scales)
 
 
+@pytest.mark.parametrize("has_offset", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_attention_reads_what_the_codes_stand_for(name):
-    """Two chunks and one whole: equal codes, and attention in float64 on the dequantised cache."""
+def test_attention_reads_what_the_codes_stand_for(name, has_offset):
+    """Two chunks and one whole: equal codes, and attention in float64 on the dequantised cache.
+
+    Keys stand for their codes and the offset, although no read adds it.
+    """
     scheme = KVScheme.parse(name)
     kv = KVType(scheme.codes, (SlotShape(2, 8, 4),), scheme.scales)
     q, k, v = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 4)
     scale = [torch.tensor([0.02, 0.5]), None] if scheme.scales == "head" else [None, None]
+    offset = torch.randn(2, 8) if has_offset else None
     table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
     slots = torch.tensor([3, 1, 2]).repeat_interleave(4) * 4 + torch.arange(4).repeat(3)
 
@@ -76,7 +87,8 @@ def test_attention_reads_what_the_codes_stand_for(name):
         state, out, first = KVState.empty(kv, 5, 4), [], 0
         for end in chunks:
             new = slice(first, end)
-            op_def("kv_write").evaluate(state, k[new], v[new], slots[new], *scale, slot=0)
+            given = (k[new], v[new], slots[new], *scale, offset)
+            op_def("kv_write").evaluate(state, *given, slot=0)
             start, length = torch.tensor([0, end - first]), torch.tensor([end])
             read = (table, start, length, None, *scale)
             attend = op_def("paged_attention").evaluate
@@ -92,9 +104,11 @@ def test_attention_reads_what_the_codes_stand_for(name):
     )
     torch.testing.assert_close(chunked, whole)
     held = []
-    for x, head_scale in ((k, scale[0]), (v, scale[1])):
-        codes, scales = defined_codes(x, scheme, head_scale)
-        held.append((codes * scales.unsqueeze(-1)).double().repeat_interleave(2, 1).transpose(0, 1))
+    for x, head_scale, off in ((k, scale[0], offset), (v, scale[1], None)):
+        codes, scales = defined_codes(x, scheme, head_scale, off)
+        stands_for = (codes * scales.unsqueeze(-1)).double()
+        stands_for = stands_for if off is None else stands_for + off
+        held.append(stands_for.repeat_interleave(2, 1).transpose(0, 1))
     scores = q.double().transpose(0, 1) @ held[0].mT * 0.3
     hidden = torch.ones(10, 10, dtype=torch.bool).triu(1)
     expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ held[1]
@@ -125,3 +139,27 @@ def test_the_scheme_is_in_the_text():
 def test_what_does_not_fit_is_refused(old, new, message):
     with pytest.raises(ParseError, match=message):
         parse_graph(TEXT.replace(old, new))
+
+
+OFFSET = f"""graph @m(%k: f32[T, 2, 8], %slots: i64[T], %kv: {_KV}, @o: f32[2, 8]) {{
+  %kv~1: {_KV} = kv_write(%kv, %k, %k, %slots, none, none, @o, slot=0)
+  return %kv~1
+}}
+"""
+
+
+def test_an_offset_is_in_the_text():
+    assert print_graph(parse_graph(OFFSET)) == OFFSET
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("f8e4m3 head", "f32", r"holds no codes, so that its keys have no offset"),
+        ("@o: f32[2, 8]", "@o: f32[8]", r"an offset of keys f32\[2, 8\], got f32\[8\]"),
+        ("@o: f32[2, 8]", "@o: bf16[2, 8]", r"an offset of keys f32\[2, 8\], got bf16\[2, 8\]"),
+    ],
+)
+def test_an_offset_that_does_not_fit_is_refused(old, new, message):
+    with pytest.raises(ParseError, match=message):
+        parse_graph(OFFSET.replace(old, new))
