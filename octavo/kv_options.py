@@ -15,7 +15,7 @@ _CODES = {"fp8": "f8e4m3", "int8": "i8"}
 # e4m3 spans what keys and values are, so that ones do; integers have to be scaled to their tokens.
 _USUAL_SCALES = {"fp8": "head", "int8": "token"}
 _FP8_ARCH = 89  # the first whose GPUs convert e4m3
-NO_CALIBRATION = "none"
+BUILT_IN = "passage"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def resolve_kv_options(
 ) -> KVOptions:
     """Options from what the user wrote: ``auto``, ``fp8`` or ``int8``; ``head`` or ``token``.
 
-    ``calibration`` is a text, ``none``, or None for the passage that comes with Octavo. Raises
-    OctavoError for what does not go together, and for a GPU that cannot convert the codes.
+    ``calibration`` is a text, ``passage`` for the one that comes with Octavo, or None for keys
+    without offsets. Raises OctavoError for what does not go together, and for a GPU that cannot
+    convert the codes.
     """
     if dtype not in KV_CACHE_DTYPES:
         raise OctavoError(
@@ -82,18 +83,16 @@ def resolve_kv_options(
 
 
 def _calibration(scheme: KVScheme, given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
     if scheme.codes != "f8e4m3":
-        if given not in (None, NO_CALIBRATION):
-            raise OctavoError(
-                "only keys of FP8 have offsets, which --kv-calibration finds; leave it out, or"
-                " choose --kv-cache-dtype fp8"
-            )
-        return None
-    if given == NO_CALIBRATION:
-        return None
-    text = Path(given or KV_PASSAGE)
+        raise OctavoError(
+            "only keys of FP8 have offsets, which --kv-calibration finds; leave it out, or choose"
+            " --kv-cache-dtype fp8"
+        )
+    text = KV_PASSAGE if given == BUILT_IN else Path(given)
     if not text.is_file():
         raise OctavoError(
-            f"--kv-calibration {text}: no such file; expected a UTF-8 text, or `none`"
+            f"--kv-calibration {text}: no such file; expected a UTF-8 text, or `{BUILT_IN}`"
         )
     return text

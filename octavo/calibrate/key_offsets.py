@@ -123,7 +123,8 @@ def _best_offset(slot: _Slot) -> Tensor:
 def _best_of_head(keys: Tensor, weights: Tensor) -> Tensor:
     """``f32[D]`` for keys ``f32[N, D]`` that weigh ``f32[N, 1]``, 1 together; zero if that does.
 
-    Candidates are multiples of a power of two: last bits, in which machines differ, move none.
+    Candidates are multiples of a power of two: last bits, in which machines differ, decide only
+    between those that are as good as each other.
     """
     low, high = keys.quantile(torch.tensor([_OUTLIERS, 1 - _OUTLIERS]), dim=0)
     spread = (high - low).clamp(min=2.0**-20)

@@ -40,11 +40,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By what is said of a calibration: nothing, that there is none, or another text."""
+    """By what is said of a calibration: nothing, the passage, or another text."""
     from octavo.compile import compile_model
 
     folder = tmp_path_factory.mktemp("artifacts")
-    texts = {"default": None, "none": "none", "other text": DATA / "as_you_like_it.txt"}
+    texts = {"none": None, "passage": "passage", "other text": DATA / "as_you_like_it.txt"}
     for name, text in texts.items():
         compile_model(
             *(checkpoint, folder / name),
@@ -61,7 +61,7 @@ def test_the_loss_is_less_with_offsets(checkpoint: Path, artifacts: dict[str, Pa
         name: evaluate(path, checkpoint, options=OPTIONS).loss.kl_mean
         for name, path in artifacts.items()
     }
-    assert kl["default"] < 0.5 * kl["none"], kl
+    assert kl["passage"] < 0.5 * kl["none"], kl
     assert kl["other text"] < 0.5 * kl["none"], kl
 
 
@@ -72,12 +72,12 @@ def test_offsets_are_weights_of_the_artifact(
         weights = Artifact.open(artifacts[name]).load_weights(torch.device("cpu"))
         return {key: value for key, value in weights.items() if key.endswith("k_offset")}
 
-    found = offsets("default")
+    found = offsets("passage")
     assert len(found) == LAYERS
     assert {tuple(offset.shape) for offset in found.values()} == {(KV_HEADS, HEAD_DIM)}
     assert all(bool(offset.any()) for offset in found.values())
     assert not offsets("none"), "what is not asked for costs nothing"
-    for name, said in {"default": ", keys with an offset in 2 of 2\n", "none": "\n"}.items():
+    for name, said in {"passage": ", keys with an offset in 2 of 2\n", "none": "\n"}.items():
         assert f"f8e4m3 head{said}" in octavo_here("inspect", artifacts[name]).stdout
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_in_chunks_says_what_it_says_at_once(artifacts: dict[str, Path]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     rows = []
     for options in ({}, {"long_prefill_token_threshold": 7}):
-        llm = LLM(artifacts["default"], check_invariants=True, **options)
+        llm = LLM(artifacts["passage"], check_invariants=True, **options)
         answer = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0]
         chosen = zip(answer.token_ids, answer.logprobs or (), strict=True)
         rows.append([(token, found[token].logprob) for token, found in chosen])
@@ -101,7 +101,7 @@ def test_a_prompt_in_chunks_says_what_it_says_at_once(artifacts: dict[str, Path]
     [
         (("fp8", "--kv-calibration", "nowhere.txt"), "no such file; expected a UTF-8 text, or"),
         (("int8", "--kv-calibration", __file__), "only keys of FP8 have offsets"),
-        (("auto", "--kv-calibration", "none"), "no scales and no offsets"),
+        (("auto", "--kv-calibration", "passage"), "no scales and no offsets"),
     ],
 )
 def test_a_calibration_that_cannot_be_is_refused(
@@ -122,7 +122,9 @@ def test_a_text_that_is_too_short_is_refused(
     (tmp_path / "short.txt").write_text("To be, or not.")
     given = ("compile", checkpoint, "-o", tmp_path / "out", "--target", "cpu")
     options = ("--kv-cache-dtype", "fp8", "--kv-calibration", tmp_path / "short.txt")
-    assert_refused(octavo_here(*given, *options), "tokens, expected at least 256; give a longer text")
+    assert_refused(
+        octavo_here(*given, *options), "tokens, expected at least 256; give a longer text"
+    )
 
 
 def test_without_a_tokenizer_there_are_no_offsets(
@@ -134,7 +136,7 @@ def test_without_a_tokenizer_there_are_no_offsets(
     shutil.copytree(checkpoint, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     given = ("compile", tmp_path / "bare", "-o", tmp_path / "out", "--target", "cpu")
-    done = octavo_here(*given, "--kv-cache-dtype", "fp8")
+    done = octavo_here(*given, "--kv-cache-dtype", "fp8", "--kv-calibration", "passage")
     assert done.returncode == 0, done.stderr
     assert "has no tokenizer" in caplog.text
     weights = Artifact.open(tmp_path / "out").load_weights(torch.device("cpu"))
