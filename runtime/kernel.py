@@ -107,12 +107,13 @@ class Bucket:
 
     @property
     def candidates(self) -> list[dict[str, Any]]:
-        """Those for the architecture at hand; a choice is made among them."""
-        return [
-            {name: value for name, value in candidate.items() if name not in _NEEDS}
-            for candidate in self._candidates
-            if candidate.get(NEEDS_ARCH) in (None, self._arch)
-        ]
+        """Those for the architecture at hand, each once; a choice is made among them."""
+        found: list[dict[str, Any]] = []
+        for candidate in self._candidates:
+            choice = {name: value for name, value in candidate.items() if name not in _NEEDS}
+            if candidate.get(NEEDS_ARCH) in (None, self._arch) and choice not in found:
+                found.append(choice)
+        return found
 
     def reset(self, arch: int | None) -> None:
         """Choose the default of an architecture, 90 for sm_90; None is any of them."""

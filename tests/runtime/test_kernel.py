@@ -205,6 +205,10 @@ def test_a_candidate_for_one_architecture_is_for_no_other() -> None:
     found.reset(90)
     assert found.for_rows(64) == {"how": "wide"}
     assert found.bucket(64).candidates == [{"how": "wide"}, {"how": "torch"}]
+    again = Choices((None, [{"BN": 64, "needs_arch": 90}, {"BN": 32}, {"BN": 64}]))
+    assert again.bucket(1).candidates == [{"BN": 32}, {"BN": 64}]
+    again.reset(90)
+    assert again.bucket(1).candidates == [{"BN": 64}, {"BN": 32}], "the default first, and once"
     with pytest.raises(ValueError, match="no candidate fits every GPU"):
         Choices((None, [{"needs_arch": 90}]))
 
