@@ -7,12 +7,10 @@ whole decode steps (tune_steps.py).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ir.manifest import FileEntry
 from octavo.runtime.artifact import Artifact
-from octavo.runtime.binaries import FOLDER as BINARIES
 from octavo.runtime.binaries import BoundKernels, bind_kernels
 from octavo.runtime.candidates import Candidate, GpuFault, chosen, compare, problem_of
 from octavo.runtime.cuda_driver import CudaError
@@ -30,11 +26,11 @@ from octavo.runtime.device import device_for
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.kernel import Bucket, Choices, Launch, Workspace, recording
 from octavo.runtime.module_calls import ModuleCall, StepProgram, StepSize, intercepted, with_rows
+from octavo.runtime.plan_files import ship_binaries, write_plan
 from octavo.runtime.plans import Plan, current_plan, gpu_plan_name
 from octavo.runtime.program_loader import import_program
-from octavo.runtime.record_program import MAX_DECODE, kernel_modules, record_module
+from octavo.runtime.record_program import MAX_DECODE, kernel_modules
 from octavo.runtime.tune_steps import Contest, TunedStep, tune_step
-from octavo.runtime.whole_file import write_whole
 
 CONTEXT = 1024  # tokens that a sequence of a decode step attends to on average
 MANY_TOKENS = 8192  # of a step in the last row bucket
@@ -121,25 +117,6 @@ def tune_artifact(
     binaries = ship_binaries(artifact, program, bound)
     write_plan(artifact, report.path, report.plan, binaries)
     return report
-
-
-def ship_binaries(
-    artifact: Artifact, program: ModuleType, bound: BoundKernels
-) -> dict[str, FileEntry]:
-    """Put what the chosen candidates need into the artifact: it then loads without compiling."""
-    entries = {}
-    launches = record_module(program, artifact.root, artifact.manifest)
-    for wanted, binary in bound.unshipped(launches):
-        folder = Path(BINARIES) / f"sm_{wanted.arch}"
-        binary.write(artifact.root / folder, wanted.stem)
-        for suffix in (".cubin", ".json"):
-            name = f"{folder.as_posix()}/{wanted.stem}{suffix}"
-            entries[name] = _entry((artifact.root / name).read_bytes(), "kernel")
-    return entries
-
-
-def _entry(content: bytes, role: str) -> FileEntry:
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest(), role)
 
 
 def tunable(modules: Iterable[ModuleType]) -> list[ModuleType]:
@@ -394,20 +371,3 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def write_plan(
-    artifact: Artifact, path: Path, plan: Plan, binaries: Mapping[str, FileEntry] | None = None
-) -> None:
-    """Write a plan and list it in the manifest, with the binaries that it needs.
-
-    The content id, which covers neither, stays what it was.
-    """
-    content = (json.dumps(plan, indent=1) + "\n").encode()
-    name = path.as_posix()
-    write_whole(artifact.root / path, content)
-    added = {**(binaries or {}), name: _entry(content, "plan")}
-    files = dict(sorted({**artifact.manifest.files, **added}.items()))
-    manifest = replace(artifact.manifest, files=files)
-    assert manifest.artifact_id == artifact.manifest.artifact_id, f"{name} is in the content id"
-    write_whole(artifact.root / "manifest.json", manifest.to_json().encode())

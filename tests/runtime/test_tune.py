@@ -17,9 +17,11 @@ from octavo.runtime import tune
 from octavo.runtime.artifact import Artifact
 from octavo.runtime.errors import ArtifactError
 from octavo.runtime.module_calls import StepProgram, StepSize
+from octavo.runtime.plan_files import write_plan
 from octavo.runtime.plans import bind_plan, current_plan
 from octavo.runtime.program_loader import import_program
 from octavo.runtime.record_program import kernel_modules
+from octavo.runtime.tune_steps import TunedStep
 from tests.runtime.toy_artifact import write_manifest
 
 PROGRAM = '''
@@ -173,7 +175,7 @@ def test_what_is_fastest_alone_has_to_be_so_in_a_step(artifact: Artifact) -> Non
     report = tune.TuneReport(Path("plans/x.json"))
     tune.Tuner(step, modules, timer).run(sizes, report, deadline=time.monotonic() + 60)
     assert [each.chosen for each in report.tuned] == [{"how": "fast"}] * 2
-    assert report.steps == [tune.TunedStep(4, 3.0, 5.0, 3.0, ["double"])]
+    assert report.steps == [TunedStep(4, 3.0, 5.0, 3.0, ["double"])]
     assert current_plan(modules) == {"double": {"4": {"how": "default"}, "*": {"how": "fast"}}}
 
 
@@ -205,7 +207,7 @@ def test_a_written_plan_is_found_and_leaves_the_content_id(artifact: Artifact) -
     before = artifact.manifest.artifact_id
     plan = {"double": {"4": {"how": "fast"}, "*": {"how": "default"}}}
     for _ in range(2):  # a plan that is there is replaced
-        tune.write_plan(artifact, Path("plans/nvidia_h200.json"), plan)
+        write_plan(artifact, Path("plans/nvidia_h200.json"), plan)
     opened = Artifact.open(artifact.root)
     assert opened.manifest.artifact_id == before
     assert opened.manifest.files["plans/nvidia_h200.json"].role == "plan"
