@@ -73,10 +73,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def quantized_state(artifact: Path, scheme: QuantScheme, state: dict[str, Tensor]) -> None:
-    """Replace the linears of a state dict by what the artifact's codes stand for."""
+def quantized_state(
+    artifact: Path, scheme: QuantScheme, state: dict[str, Tensor], layout_name: str | None = None
+) -> None:
+    """Replace the linears of a state dict by what the artifact's codes stand for; they lie as they
+    do for a CPU, unless another layout is named."""
     stored = WrittenWeights(artifact / "weights")
-    layout = find_layout(quant_kernel(scheme)[1])
+    layout = find_layout(layout_name or quant_kernel(scheme)[1])
     for layer in range(LAYERS):
         for merged, parts in PARTS.items():
             rows = sum(parts.values())

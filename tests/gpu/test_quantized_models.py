@@ -1,0 +1,94 @@
+"""A quantised model says on the GPU what Hugging Face says with the weights that its codes stand for.
+
+Prompts of few tokens and of many, and single rows behind them, take every kind of product. The
+weights of norms are ones: for a GPU they are folded into the linears before these are quantised.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.compile import compile_model
+from octavo.llm import LLM
+from octavo.runtime.sampling_params import SamplingParams
+from tests.end_to_end.test_quantized import (
+    HIDDEN,
+    INNER,
+    LAYERS,
+    hf_logprobs,
+    hf_model,
+    quantized_state,
+    scheme_of,
+)
+from tests.runtime.toy_artifact import byte_tokenizer
+
+pytestmark = pytest.mark.gpu
+
+# x is rounded to 8 bits as well where there are more than 64 rows of it: by as much as the dtype
+# of few rows and one digit of 8 bits.
+ROUNDS_X = {"fp8", "fp8-tensor", "fp8-block", "int8-w8a8"}
+NAMES = ["int8", "int4-g64", "int4-g32", "int4-asym-g32", "mxfp4", *sorted(ROUNDS_X)]
+PROMPTS = [[5, 17, 40, 3, 99, 61, 8], [7], [(7 * i * i + 3 * i) % 251 for i in range(90)]]
+
+
+@pytest.fixture
+def checkpoint(session_dir: Path) -> Path:
+    folder = session_dir / "llama-without-norm-weights"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            config = LlamaConfig(
+                hidden_size=HIDDEN,
+                intermediate_size=INNER,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=263,
+                max_position_embeddings=128,
+                tie_word_embeddings=False,
+            )
+            with torch.device("cpu"):
+                torch.manual_seed(0)
+                model = LlamaForCausalLM(config)
+                for name, parameter in model.named_parameters():
+                    if "norm" not in name:
+                        torch.nn.init.normal_(parameter, std=0.15)
+                model.save_pretrained(folder)
+            byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantised_model_says_what_its_codes_say(
+    name: str, dtype: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    artifact = tmp_path / "artifact"
+    compile_model(checkpoint, artifact, dtype=dtype, target="cuda", quant=name, progress=False)
+    with torch.device("cpu"):
+        exact = copy.deepcopy(hf_model(checkpoint)).double()
+        state = exact.state_dict()
+        quantized_state(artifact, scheme_of(artifact), state, "triton")
+        exact.load_state_dict(state)
+        narrow = copy.deepcopy(exact).to(getattr(torch, dtype))
+
+    llm = LLM(artifact, kv_cache_memory_bytes=1 << 24)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    for ids, answer in zip(PROMPTS, llm.generate(prompts, params), strict=True):
+        text = [*ids, *answer.outputs[0].token_ids]
+        with torch.device("cpu"):
+            want = hf_logprobs(exact, text)[len(ids) - 1 : -1]
+            noise = (hf_logprobs(narrow, text)[len(ids) - 1 : -1] - want).abs().max()
+        limit = 3 * float(noise)
+        if name in ROUNDS_X and len(ids) > 64:
+            limit += 0.05 * float(want.abs().max())
+        for row, found in zip(want, answer.outputs[0].logprobs, strict=True):
+            for token, logprob in found.items():
+                gap = abs(logprob.logprob - float(row[token]))
+                assert gap <= limit, f"{len(ids)} tokens: {gap:.4f}, at most {limit:.4f}"
