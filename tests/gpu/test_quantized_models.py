@@ -1,4 +1,4 @@
-"""A quantised model says on the GPU what Hugging Face says with the weights that its codes stand for.
+"""A quantised model says on the GPU what Hugging Face says with the weights that its codes are of.
 
 Prompts of few tokens and of many, and single rows behind them, take every kind of product. The
 weights of norms are ones: for a GPU they are folded into the linears before these are quantised.
