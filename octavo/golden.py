@@ -125,7 +125,7 @@ def _rounding(graph: Graph, layouts: Mapping[Value, str]) -> tuple[Graph, dict[V
 
 
 def _round_result(graph: Graph, linear: Node) -> None:
-    y = linear.output
+    y = linear.outputs[0]  # besides it there may be its sums of squares
     narrow = graph.insert_after(linear, "cast", y, dtype="bf16")
     wide = graph.insert_after(narrow, "cast", narrow.output, dtype=y.dtype).output
     graph.replace_uses(y, wide, [user for user in graph.users(y) if user is not narrow])

@@ -7,6 +7,7 @@ the formula of docs/quantization.md, and put into the Hugging Face model, which 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -85,6 +86,8 @@ def quantized_state(
             rows = sum(parts.values())
             kind = QuantType(scheme, (rows, INNER if merged == "mlp.down_proj" else HIDDEN))
             name = f"layers.{layer}.{merged}.weight"
+            if f"{name}.codes" not in stored:
+                name += ".folded"  # with the weight of the norm before it
             found = {part: stored[f"{name}.{part}"] for part in layout.part_types(kind)}
             whole = dense(layout.unpack(found, kind))
             for part, values in zip(parts, whole.split(list(parts.values())), strict=True):
@@ -133,6 +136,35 @@ def test_a_quantised_model_says_what_its_codes_say(
         for token, logprob in found.items():
             assert abs(logprob.logprob - float(row[token])) <= 3 * noise
     check_golden(Artifact.open(artifact))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int8-w8a8", "int4-g32", "int4-asym-g32"])
+def test_what_an_artifact_for_a_gpu_is_held_to(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its golden answers are Hugging Face's with the weights that its codes stand for. Weights of
+    norms are ones, since they are folded into linears before these are quantised."""
+    plain = copy.deepcopy(hf_model(checkpoint))
+    for key, parameter in plain.named_parameters():
+        if "norm" in key:
+            torch.nn.init.ones_(parameter)
+    plain.save_pretrained(tmp_path / "checkpoint")
+    monkeypatch.setattr("octavo.build._compile_kernels", lambda job, fields: None)
+    artifact = tmp_path / "artifact"
+    options = {"dtype": "bfloat16", "target": "cuda:sm_90", "quant": name}
+    compile_model(tmp_path / "checkpoint", artifact, progress=False, **options)
+    exact = plain.double()
+    state = exact.state_dict()
+    quantized_state(artifact, scheme_of(artifact), state, "triton")
+    exact.load_state_dict(state)
+    narrow = copy.deepcopy(exact).bfloat16()
+    golden = json.loads((artifact / "tests" / "golden.json").read_text())
+    assert golden["cases"]
+    for case in golden["cases"]:
+        want = hf_logprobs(exact, case["ids"])[-1]
+        noise = float((hf_logprobs(narrow, case["ids"])[-1] - want).abs().max())
+        for token, logprob in zip(case["top_ids"], case["top_logprobs"], strict=True):
+            assert abs(logprob - float(want[token])) <= 3 * noise
 
 
 @pytest.mark.parametrize("kv", ROUNDS)

@@ -63,8 +63,10 @@ def checkpoint(session_dir: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in NAMES), ("int4-g32", "float16"), ("fp8", "float16")],
+)
 def test_a_quantised_model_says_what_its_codes_say(
     name: str, dtype: str, checkpoint: Path, tmp_path: Path
 ) -> None:
