@@ -37,7 +37,7 @@ class GPTQOptions:
 
     damping: float = 0.01
     act_order: bool = False
-    sweeps: int = 3
+    sweeps: int = 10
     follows_whole: bool = True
 
 
