@@ -89,7 +89,8 @@ def rule_for(node: Node, kernels: KernelRules) -> Rule:
     if op in VIEWS:
         return Rule((None,) * len(node.outputs), alias=True)
     if op in UNARY or op in BINARY:
-        return Rule(("out",), in_place=tuple((0, index) for index in range(len(node.inputs))))
+        given = (index for index, value in enumerate(node.inputs) if value is not None)
+        return Rule(("out",), in_place=tuple((0, index) for index in given))
     if op in ("cast", "matmul", "concat", "gather_rows", "gather_columns", "embedding", COPY):
         return Rule(("out",))
     if op.startswith(PLAN):

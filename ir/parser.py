@@ -143,6 +143,8 @@ class _Parser:
             self.check_region(op_token, operands)
         add = self.result.append_weight if sigil == "@" else self.result.append
         texts = [token.text[1:] for token, _ in names]
+        while operands and operands[-1] is None:
+            operands.pop()  # as passes leave them out
         node = add(definition.name, *operands, **{**attrs, "name": texts})
         for value, origin in zip(node.outputs, origins, strict=True):
             value.origin = origin

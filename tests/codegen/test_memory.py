@@ -62,6 +62,14 @@ def test_elementwise_ops_work_in_place() -> None:
     assert [[v.name for v in b.values] for b in plan.buffers] == [["exp", "neg", "tanh"]]
 
 
+def test_an_operand_that_is_not_there_is_not_overwritten() -> None:
+    graph = chain("exp")
+    half = graph.append("mul", graph.outputs[0], None, scalar=0.5, name="half")
+    graph.outputs = [half.output]
+    plan = plan_memory(schedule_of(graph))
+    assert [[v.name for v in b.values] for b in plan.buffers] == [["exp", "half"]]
+
+
 def test_a_view_keeps_its_base_alive() -> None:
     graph = chain("exp")
     x = graph.outputs[0]

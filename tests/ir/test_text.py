@@ -263,3 +263,11 @@ BASE = CANONICAL["weights in the head"]
 def test_the_first_difference_is_named(old, new, difference):
     changed = parse_graph(BASE.replace(old, new))
     assert difference in (structurally_equal(parse_graph(BASE), changed) or "equal")
+
+
+def test_operands_that_are_left_out_stay_out():
+    graph = Graph("m")
+    x = graph.add_input("x", TensorType("f32", (SymDim("T"), 4)))
+    graph.outputs = [graph.append("mul", x, scalar=0.5, name="y").output]
+    [node] = parse_graph(print_graph(graph)).nodes
+    assert [str(value) for value in node.inputs] == ["%x"]
