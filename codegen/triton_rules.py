@@ -130,8 +130,10 @@ def _quant_linear(
 def _sums_one_row(sumsq: Value) -> bool:
     """True when the kernel that makes sums of squares makes those of a single row: no GEMV does."""
     maker = sumsq.producer
-    if maker is None or maker.op == "embedding_sumsq":
-        return maker is not None
+    if maker is None:
+        return False
+    if maker.op == "embedding_sumsq":
+        return True
     weight = maker.operand(1).type
     if not isinstance(weight, QuantType):
         return False

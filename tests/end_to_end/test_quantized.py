@@ -52,9 +52,8 @@ IN_BF16 = {"int4-g64", "int4-g32", "int4-asym-g32", "int8-w8a8"}
 NAMES = ["int8", "fp8", "fp8-tensor", "fp8-block", "mxfp4", "nf4", *sorted(IN_BF16)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
+def random_llama() -> Any:
+    """The model that is quantised, of this file and of tests/gpu/test_quantized_models.py."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -69,7 +68,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
+    return model
+
+
+def forget_norms(model: Any) -> Any:
+    """With ones for the weights of norms, which are folded into linears for a GPU."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.ones_(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    random_llama().save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -144,10 +157,7 @@ def test_what_an_artifact_for_a_gpu_is_held_to(
 ) -> None:
     """Its golden answers are Hugging Face's with the weights that its codes stand for. Weights of
     norms are ones, since they are folded into linears before these are quantised."""
-    plain = copy.deepcopy(hf_model(checkpoint))
-    for key, parameter in plain.named_parameters():
-        if "norm" in key:
-            torch.nn.init.ones_(parameter)
+    plain = forget_norms(copy.deepcopy(hf_model(checkpoint)))
     plain.save_pretrained(tmp_path / "checkpoint")
     monkeypatch.setattr("octavo.build._compile_kernels", lambda job, fields: None)
     artifact = tmp_path / "artifact"

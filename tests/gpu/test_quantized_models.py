@@ -14,18 +14,16 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.compile import compile_model
 from octavo.llm import LLM
 from octavo.runtime.sampling_params import SamplingParams
 from tests.end_to_end.test_quantized import (
-    HIDDEN,
-    INNER,
-    LAYERS,
+    forget_norms,
     hf_logprobs,
     hf_model,
     quantized_state,
+    random_llama,
     scheme_of,
 )
 from tests.runtime.toy_artifact import byte_tokenizer
@@ -43,23 +41,8 @@ def checkpoint(session_dir: Path) -> Path:
     folder = session_dir / "llama-without-norm-weights"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            config = LlamaConfig(
-                hidden_size=HIDDEN,
-                intermediate_size=INNER,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=263,
-                max_position_embeddings=128,
-                tie_word_embeddings=False,
-            )
             with torch.device("cpu"):
-                torch.manual_seed(0)
-                model = LlamaForCausalLM(config)
-                for name, parameter in model.named_parameters():
-                    if "norm" not in name:
-                        torch.nn.init.normal_(parameter, std=0.15)
-                model.save_pretrained(folder)
+                forget_norms(random_llama()).save_pretrained(folder)
             byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
